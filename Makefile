@@ -1,0 +1,29 @@
+.DEFAULT_GOAL := help
+.PHONY: help setup check test bench demo report clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## .venv with the exact versions of constraints.txt
+	@bash scripts/setup.sh
+
+check: setup ## ruff and mypy, no tests
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+test: ## every check and every test (under 15 minutes)
+	bash scripts/test.sh
+
+demo: ## the whole line on the embedded target: answers, two heads, evaluation, export (under 25 minutes)
+	bash scripts/quickstart.sh
+
+bench: setup ## measure the heads of the last `make demo` again: acceptance, speed, report
+	.venv/bin/python -m eval experiment=quickstart/eval
+
+report: ## where the HTML reports are, newest first
+	@ls -1t outputs/eval/*/report.html 2>/dev/null || echo "no report yet: make demo"
+
+clean: ## remove outputs/ and the tools' caches; .venv stays
+	rm -rf outputs multirun wandb .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Prompts in, token ids with exact loss masks out: reading, splitting, answering, masking, capturing."""

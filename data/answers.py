@@ -1,0 +1,64 @@
+"""Answer rows (see data/regenerate.py): an existing file read back, and rows turned into training ids."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from data.records import open_bytes
+from data.regenerate import Answers, Prompt
+
+
+def load_given(path: Path, answers: Answers, prompts: list[Prompt]) -> dict[str, dict[str, Any]]:
+    """Answers of an existing file (.jsonl, .gz, .xz) to these prompts, by key; rows of other prompts are ignored.
+
+    Raises ValueError when they come from another target, template, temperature or top_p, or answer other prompt ids.
+    """
+    if not path.is_file():
+        raise ValueError(f"data.answers={path}: no such file")
+    wanted = {p.key: p for p in prompts}
+    found: dict[str, dict[str, Any]] = {}
+    with open_bytes(path) as stream:
+        for number, line in enumerate(stream, start=1):
+            try:
+                row = json.loads(line)
+                prompt = wanted.get(row["key"])
+                if prompt is None:
+                    continue
+                first = row["turns"][0]["prompt_ids"]
+                ours = {k: v for k, v in answers.origin.items() if k not in ("seed", "max_new_tokens")}
+                theirs = {k: row.get(k) for k in ours}
+            except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
+                raise ValueError(f"data.answers={path}, line {number}: not an answer row ({error!r})") from error
+            if theirs != ours:
+                names = ", ".join(f"{k}: {theirs[k]!r} there, {ours[k]!r} here" for k in ours if theirs[k] != ours[k])
+                raise ValueError(f"data.answers={path}, line {number}: made under other settings ({names})")
+            if first != prompt.first_ids:
+                raise ValueError(f"data.answers={path}, line {number}: the prompt ids of {row.get('id')!r} differ")
+            found[row["key"]] = row
+    return found
+
+
+def training_rows(answer: dict[str, Any]) -> Iterator[tuple[str, list[int], list[tuple[int, int]]]]:
+    """(id, ids, spans) of an answered conversation, made of the exact ids that were sent and sampled.
+
+    One row where each prompt continues the ids so far; where it does not (the template rewrites history, or the text of
+    an answer tokenises otherwise than it was sampled), a new row per such turn, because re-tokenising would train on
+    ids the target never produced.
+    """
+    ids: list[int] = []
+    spans: list[tuple[int, int]] = []
+    begun = 0
+    for number, turn in enumerate(answer["turns"]):
+        prompt, output = turn["prompt_ids"], turn["output_ids"]
+        if ids and prompt[: len(ids)] != ids:
+            yield _row_id(answer, begun), ids, spans
+            spans, begun = [], number
+        ids = prompt + output
+        spans = [*spans, (len(prompt), len(ids))]
+    if spans:
+        yield _row_id(answer, begun), ids, spans
+
+
+def _row_id(answer: dict[str, Any], turn: int) -> str:
+    return str(answer["id"]) if turn == 0 else f"{answer['id']}#{turn + 1}"

@@ -1,0 +1,215 @@
+"""The data folder: train and held-out rows, counts of supervised tokens, rejects; its manifest is written last.
+
+sources --read--> rows --split by hash--> (answers by the target | the given answers) --> ids + spans --> files
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from data import answers, regenerate, split
+from data.chat import Encoded, RowError, encode_row, truncate
+from data.files import file_sha256, write_json
+from data.prompts import Row, read
+from data.records import BLOCK_BYTES, SUFFIXES, Bad
+from data.regenerate import Answers, Limits, Prompt, RegenerateSettings
+from data.tally import Tally
+from data.template import ChatFormat
+from data.writer import RowWriter
+from heads.target import Target
+
+FORMAT = 1  # raise it when the same settings would give other rows
+
+
+@dataclasses.dataclass
+class CaptureSettings:
+    """Hidden states on disk; see data/capture.py."""
+
+    enabled: bool = False
+    taps: list[int] | None = None  # null: [2, L//2, L-3]
+    dtype: str = "float32"  # float32 | bfloat16 | float16
+    budget_gb: float = 20.0
+    shard_rows: int = 64
+
+
+@dataclasses.dataclass
+class DataSettings:
+    """Where conversations come from and what becomes of them."""
+
+    source: list[str] = dataclasses.field(default_factory=lambda: ["scripts/assets/prompts"])
+    hub_split: str = "train"
+    hub_config: str | None = None
+    block_bytes: int = BLOCK_BYTES
+    heldout_share: float = 0.1
+    max_length: int = 1024
+    limit: int | None = None  # use only so many conversations, evenly over routes
+    min_kept_share: float = 0.5  # stop when more rows than this allows are dropped
+    answers: str | None = None  # answers made earlier (.jsonl, .gz, .xz), used for the prompts they fit
+    answers_missing: str = "generate"  # generate | refuse: what to do for prompts that `answers` lacks
+    regenerate: RegenerateSettings = dataclasses.field(default_factory=RegenerateSettings)
+    capture: CaptureSettings = dataclasses.field(default_factory=CaptureSettings)
+
+    def check(self) -> None:
+        """Refuse values that cannot be meant."""
+        if not self.source:
+            raise ValueError("data.source is empty: name at least one file, folder or Hub dataset id")
+        if not 0 <= self.heldout_share < 1:
+            raise ValueError(f"data.heldout_share={self.heldout_share}: give a share from 0 to below 1")
+        if self.max_length < 2 or (self.limit is not None and self.limit < 2):
+            raise ValueError(f"data.max_length={self.max_length}, data.limit={self.limit}: both need to be at least 2")
+        if self.answers_missing not in ("generate", "refuse"):
+            raise ValueError(f"data.answers_missing={self.answers_missing!r}: give generate or refuse")
+        self.regenerate.check()
+
+
+def build(target: Target, settings: DataSettings, folder: Path) -> dict[str, Any]:
+    """Make (or find) the data folder; returns its manifest. Raises ValueError for unusable input or settings."""
+    settings.check()
+    fingerprint = _fingerprint(target, settings)
+    if manifest := _finished(folder, fingerprint):
+        print(f"data: {folder} is up to date ({manifest['counts']['kept']} rows), nothing to do", file=sys.stderr)
+        return manifest
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "manifest.json").unlink(missing_ok=True)
+    chat = ChatFormat(target.tokenizer)
+    writer = RowWriter(folder, target, Tally(", ".join(settings.source)))
+    with writer:
+        rows = _chosen(settings, writer)
+        if settings.regenerate.enabled:
+            _answered(target, chat, settings, rows, writer, folder)
+        else:
+            _as_given(chat, settings, rows, writer)
+    counts = writer.finish(settings.min_kept_share)
+    spec = target.spec
+    manifest = {
+        "kind": "data",
+        "fingerprint": fingerprint,
+        "target": {k: getattr(spec, k) for k in ("name", "revision", "tokenizer_hash", "template_hash")},
+        "settings": dataclasses.asdict(settings),
+        "counts": counts,
+        "special_ids": sorted({*target.eos_ids, *chat.end_ids, *chat.emitted_special_ids}),
+        "files": {p.name: file_sha256(p) for p in sorted(folder.iterdir()) if p.is_file() and p.name in writer.names},
+    }
+    write_json(folder / "manifest.json", manifest)
+    return manifest
+
+
+def _chosen(settings: DataSettings, writer: RowWriter) -> Iterator[tuple[Row, str, str]]:
+    """(row, key, split) of the rows that take part, in file order; the others are written to the rejects.
+
+    Two passes over the source: the first proves that all of it can be read, before any work starts, and holds a few
+    hashes a row; only the second holds rows, one at a time.
+    """
+    unique = split.user_key if settings.regenerate.enabled else split.whole_key
+    items: dict[str, split.Item] = {}
+    trial = Tally(writer.tally.source)
+    for row in _read(settings):
+        if isinstance(row, Bad):
+            trial.drop(row)
+        else:
+            trial.read += 1
+            items.setdefault(unique(row), split.Item(unique(row), split.user_key(row), row.route))
+    trial.check_share(settings.min_kept_share)
+    sides = split.assign(items.values(), settings.heldout_share, settings.limit)
+    writer.limited = len(items) - len(sides)
+    seen: set[str] = set()
+    for row in _read(settings):
+        if isinstance(row, Bad):
+            writer.drop(row)
+        elif (name := unique(row)) in seen:
+            writer.drop(Bad(row.file, row.line, "exact_repeat", f"id {row.id}"))
+        else:
+            seen.add(name)
+            if name in sides:
+                yield row, items[name].key, sides[name]
+
+
+def _read(settings: DataSettings) -> Iterator[Row | Bad]:
+    for source in settings.source:
+        yield from read(source, settings.block_bytes, settings.hub_split, settings.hub_config)
+
+
+def _as_given(
+    chat: ChatFormat, settings: DataSettings, rows: Iterable[tuple[Row, str, str]], writer: RowWriter
+) -> None:
+    for row, key, side in rows:
+        try:
+            writer.keep(encode_row(chat, row, settings.max_length), row.id, key, row.route, side, row.where)
+        except RowError as error:
+            writer.drop(Bad(row.file, row.line, error.reason, error.detail))
+
+
+def _answered(
+    target: Target,
+    chat: ChatFormat,
+    settings: DataSettings,
+    rows: Iterable[tuple[Row, str, str]],
+    writer: RowWriter,
+    folder: Path,
+) -> None:
+    limits = Limits(target.spec.max_position_embeddings, settings.max_length)
+    prompts: list[Prompt] = []
+    for row, key, side in rows:
+        try:
+            prompts.append(regenerate.to_prompt(chat, row, key, side, limits))
+        except RowError as error:
+            writer.drop(Bad(row.file, row.line, error.reason, error.detail))
+    writer.tally.check_share(settings.min_kept_share)
+    made_by = Answers(target, chat, settings.regenerate, folder)
+    given = answers.load_given(Path(settings.answers).expanduser(), made_by, prompts) if settings.answers else {}
+    if given or settings.answers:
+        print(f"data: {len(given)} of {len(prompts)} prompts are answered in {settings.answers}", file=sys.stderr)
+    if settings.answers_missing == "refuse" and len(given) < len(prompts):
+        raise ValueError(
+            f"data.answers={settings.answers} lacks {len(prompts) - len(given)} of {len(prompts)} prompts, and "
+            "data.answers_missing=refuse"
+        )
+    made = made_by.make(prompts, given)
+    writer.names.add(made.name)
+    with made.open(encoding="utf-8") as stream:
+        for prompt, line in zip(prompts, stream, strict=True):
+            _keep_answer(prompt, json.loads(line), settings.max_length, writer)
+
+
+def _keep_answer(prompt: Prompt, answer: dict[str, Any], max_length: int, writer: RowWriter) -> None:
+    kept = False
+    for name, ids, spans in answers.training_rows(answer):
+        with contextlib.suppress(RowError):  # a later turn past max_length; its conversation is kept by its first
+            encoded = truncate(Encoded(ids, spans), max_length)
+            writer.keep(encoded, name, prompt.key, prompt.row.route, prompt.split, prompt.row.where, first=not kept)
+            kept = True
+    if not kept:
+        writer.drop(Bad(prompt.row.file, prompt.row.line, "no_supervised_tokens_after_truncation"))
+
+
+def _fingerprint(target: Target, settings: DataSettings) -> str:
+    """Hash of everything the rows depend on: contents of the sources (not their names), settings, target, template."""
+    values = dataclasses.asdict(settings)
+    for name in ("source", "answers", "block_bytes", "capture"):
+        values.pop(name)
+    values["sources"] = [_source_hash(source) for source in settings.source]
+    values["answers"] = file_sha256(Path(settings.answers).expanduser()) if settings.answers else None
+    spec = target.spec
+    values["target"] = [spec.name, spec.revision, spec.tokenizer_hash, spec.template_hash, spec.dtype, FORMAT]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _source_hash(source: str) -> list[str]:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return [file_sha256(p) for p in sorted(path.iterdir()) if p.name.endswith(SUFFIXES)]
+    return [file_sha256(path)] if path.is_file() else [source]
+
+
+def _finished(folder: Path, fingerprint: str) -> dict[str, Any] | None:
+    path = folder / "manifest.json"
+    if not path.is_file():
+        return None
+    manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    whole = all((folder / n).is_file() and file_sha256(folder / n) == sha for n, sha in manifest["files"].items())
+    return manifest if manifest["fingerprint"] == fingerprint and whole else None

@@ -1,0 +1,79 @@
+"""The reduced draft vocabulary: which target ids a draft head may propose, chosen from the tokens that carry loss.
+
+    kept = [0, 3, 4, 9, 15] of V = 20     d2t = kept - arange(5) = [0, 2, 2, 6, 11]     t2d[kept] = True
+
+Offsets, not absolute ids: serving engines compute `draft_id + d2t[draft_id]`, and zeros mean the identity.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def check_size(size: object, vocab_size: int) -> int | None:
+    """`draft_vocab_size` as an int, or None for the full vocabulary. Raises ValueError naming field and value."""
+    if size is None:
+        return None
+    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= vocab_size:
+        raise ValueError(
+            f"draft_vocab_size={size!r}: give a whole number from 1 to {vocab_size} (the target's vocabulary), or null"
+        )
+    return size
+
+
+class TokenCounter:
+    """Counts [V] of supervised tokens, O(V + tokens): ids are gathered and counted a million at a time."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.counts = torch.zeros(vocab_size, dtype=torch.int64)
+        self._waiting: list[int] = []
+
+    def add(self, ids: list[int], spans: Iterable[tuple[int, int]]) -> None:
+        for start, end in spans:
+            self._waiting += ids[start:end]
+        if len(self._waiting) > 1_000_000:
+            self.total()
+
+    def total(self) -> Tensor:
+        """Counts int64 [V] so far."""
+        if self._waiting:
+            self.counts += torch.bincount(torch.tensor(self._waiting), minlength=len(self.counts))
+            self._waiting = []
+        return self.counts
+
+
+def build(
+    counts: Tensor, size: int, special_ids: Iterable[int], tokenizer_size: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """(d2t int64 offsets [D], t2d bool [V]) of the `size` most frequent ids of counts [V], sorted by target id.
+
+    Specials are always inside; ties go to the lowest id, and unused ids, lowest first, fill a size larger than the
+    number of tokens seen. Ids at or above `tokenizer_size` (rows that pad the model's vocabulary) never are.
+    """
+    (V,) = counts.shape
+    usable = min(V, tokenizer_size or V)
+    check_size(size, V)
+    specials = sorted({i for i in special_ids if 0 <= i < usable})
+    if not len(specials) <= size <= usable:
+        raise ValueError(
+            f"draft_vocab_size={size}: it must hold the {len(specials)} special ids and can hold at most the "
+            f"{usable} ids of the tokenizer"
+        )
+    ranked = counts[:usable].clone()
+    ranked[specials] = torch.iinfo(torch.int64).max
+    kept = ranked.argsort(descending=True, stable=True)[:size].sort().values
+    t2d = torch.zeros(V, dtype=torch.bool)
+    t2d[kept] = True
+    return kept - torch.arange(size), t2d
+
+
+def filled(counts: Tensor, t2d: Tensor) -> int:
+    """How many ids of the draft vocabulary never occurred: reported, because they only cost time."""
+    return int((counts[t2d] == 0).sum())
+
+
+def coverage(counts: Tensor, t2d: Tensor) -> float:
+    """Share of the counted tokens that the draft vocabulary can propose; 1.0 when nothing was counted."""
+    total = int(counts.sum())
+    return int(counts[t2d].sum()) / total if total else 1.0

@@ -1,0 +1,66 @@
+"""The files of a data folder, written under temporary names and moved into place together."""
+
+import dataclasses
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import IO, Any
+
+from safetensors.torch import save_file
+
+from data.chat import Encoded
+from data.records import Bad, DataError
+from data.tally import Tally
+from data.vocab import TokenCounter
+from heads.target import Target
+
+
+class RowWriter:
+    """Train, held-out and rejects files under temporary names, until `finish` moves them into place."""
+
+    def __init__(self, folder: Path, target: Target, tally: Tally) -> None:
+        self.folder, self.tally, self.limited = folder, tally, 0
+        self.names = {"train.jsonl", "heldout.jsonl", "rejects.jsonl", "counts.safetensors"}
+        self.counter = TokenCounter(target.spec.vocab_size)
+        self.sides: Counter[str] = Counter()
+        self.streams: dict[str, IO[str]] = {}
+
+    def __enter__(self) -> "RowWriter":
+        for name in ("train", "heldout", "rejects"):
+            self.streams[name] = (self.folder / f"{name}.jsonl.tmp").open("w", encoding="utf-8")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for stream in self.streams.values():
+            stream.close()
+
+    def drop(self, bad: Bad) -> None:
+        self.tally.drop(bad)
+        self.streams["rejects"].write(json.dumps(dataclasses.asdict(bad)) + "\n")
+
+    def keep(self, row: Encoded, name: str, key: str, route: str, side: str, where: str, first: bool = True) -> None:
+        """`first` is false for a further row of the same conversation: it is no further conversation read."""
+        self.tally.kept(row)
+        self.tally.read -= not first
+        self.tally.kept_rows -= not first
+        fields = {"id": name, "key": key, "route": route, "ids": row.ids, "spans": row.spans, "source": where}
+        self.streams[side].write(json.dumps(fields) + "\n")
+        self.sides[f"{side}"] += 1
+        self.sides[f"{side}_tokens"] += len(row.ids)
+        self.sides[f"{side}_supervised"] += row.supervised
+        if side == "train":
+            self.counter.add(row.ids, row.spans)
+
+    def finish(self, min_kept_share: float) -> dict[str, Any]:
+        """Check the set, move the files into place, return the counts for the manifest."""
+        self.tally.check(min_kept_share)
+        if not self.sides["train_supervised"]:
+            raise DataError("no_training_rows", f"{self.tally.source}: no row is left for training")
+        temporary = self.folder / "counts.safetensors.tmp"
+        save_file({"counts": self.counter.total()}, temporary)
+        for name in ("train.jsonl", "heldout.jsonl", "rejects.jsonl", "counts.safetensors"):
+            os.replace(self.folder / f"{name}.tmp", self.folder / name)
+        self.tally.read += self.limited  # read = kept + dropped + limited
+        names = (f"{side}{part}" for side in ("train", "heldout") for part in ("", "_tokens", "_supervised"))
+        return {**self.tally.as_dict(), "limited": self.limited, **{name: self.sides[name] for name in names}}

@@ -1,0 +1,139 @@
+"""Measure draft heads on held-out prompts: acceptance, speed, exactness, report.
+
+    python -m eval dataset=outputs/data/default 'heads={eagle3: outputs/train/eagle3}' 'methods=[lookup,eagle3,random]'
+    python -m eval mode=theory
+
+Writes outputs/eval/<name>/: records.jsonl (an interrupted run goes on from it), rows.json, cost.json, report.html, and
+manifest.json last. The last line of standard output is one JSON object {"rows": [...]}.
+"""
+
+import copy
+import dataclasses
+import datetime
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from conf.entry import run
+from data.rows import DataRow, load, manifest
+from eval import checks, exactness, report, theory
+from eval.plan import EvalSettings, check, measured, method_names, plan, prompts
+from eval.records import RecordFile, claim, write_json
+from eval.results import equality, predict, result_rows, training_logs
+from eval.run import Bench, costs, measure
+from eval.table import print_table
+from eval.warpers import Warpers
+from heads.hub import load_head, read_facts
+from heads.target import Target
+
+
+def main(settings: EvalSettings) -> None:
+    if settings.mode == "theory":
+        found = theory.rows()
+        print(theory.table(found))
+        print(json.dumps({"rows": found}))
+        return
+    if settings.mode != "run":
+        raise ValueError(f"mode={settings.mode!r}: choose run or theory")
+    evaluate(settings)
+
+
+def evaluate(settings: EvalSettings) -> None:
+    """Everything that can be wrong with the input is found before the first token is decoded."""
+    method_names(settings)
+    check(settings, {})
+    for temperature in settings.temperatures:
+        Warpers(temperature, settings.top_k, settings.top_p, settings.min_p).check()
+    folders = {name: settings.heads[name] for name in settings.methods if name in settings.heads}
+    facts = {name: read_facts(Path(folder)) for name, folder in folders.items()}
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    target = Target.load(settings.target)
+    heads = {name: load_head(folder, target.spec).attach(target) for name, folder in folders.items()}
+    check(settings, {name: head.max_draft for name, head in heads.items()})
+    rows = load(settings.dataset, settings.split, target.spec)
+    provenance = {name: fact.get("provenance") for name, fact in facts.items()}
+    compare(settings, target, heads, rows, {"data": manifest(settings.dataset).get("fingerprint"), "heads": provenance})
+
+
+def compare(
+    settings: EvalSettings,
+    target: Target,
+    heads: dict[str, Any],
+    data: list[DataRow],
+    provenance: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Decode, derive, report. heads: method -> head attached to `target`; data: rows of the split."""
+    chosen = prompts(data, settings, target.spec.max_position_embeddings)
+    folder = Path(settings.outputs) / "eval" / settings.name
+    name = f"{target.spec.name}@{target.spec.revision} {target.spec.dtype}"
+    source = {"target": name, **provenance}
+    claim(folder, measured(settings, source))
+    # packing for speed takes a head's weights out of reach of its training form, which the prediction needs
+    bench = Bench(settings, target, copy.deepcopy(heads), chosen)
+    file = RecordFile(folder / "records.jsonl")
+    whole = measure(bench, plan(settings, len(chosen)), file)
+    if not whole:
+        print(f"time budget of {settings.minutes:g} minutes used up: the plan was cut short", file=sys.stderr)
+
+    groups = result_rows(file.rows, settings.k, settings.methods)
+    rows = [row for row, _ in groups]
+    predict(target, chosen, rows, file.rows, heads)
+    cost = costs(bench)
+    same = equality(target, chosen, file.rows)
+    found = checks.run(groups, same, exactness.check(sorted({record["rule"] for record in file.rows})))
+    write_json(folder / "rows.json", rows)
+    write_json(folder / "cost.json", cost)
+    meta = describe(settings, target, file.rows, found, same)
+    page = report.write(folder, rows, cost, training_logs(settings.heads), meta)
+    manifest = {"kind": "eval", "whole": whole, "settings": dataclasses.asdict(settings), "checks": found, **source}
+    write_json(folder / "manifest.json", manifest)
+    print(checks.first_line(found))
+    print_table(rows, Console(), settings.k)
+    print(f"report: {page}")
+    print(json.dumps({"rows": rows}))
+    return rows
+
+
+def describe(
+    settings: EvalSettings,
+    target: Target,
+    records: list[dict[str, Any]],
+    found: list[dict[str, Any]],
+    same: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """What must be stated beside every figure."""
+    greedy = [e for e in same if e["rule"] == "greedy"]
+    return {
+        "target": target.spec.name,
+        "revision": target.spec.revision,
+        "dtype": target.spec.dtype,
+        "device": str(target.device),
+        "threads": torch.get_num_threads(),
+        "batch": 1,
+        "prompts": len({r["id"] for r in records}),
+        "tokens": sum(r["new_tokens"] for r in records),
+        "rule": ", ".join(dict.fromkeys(f"{r['rule']} at T = {r['temperature']:g}" for r in records)),
+        "proposal": ", ".join(dict.fromkeys(r["proposal"] for r in records)),
+        "temperature": ", ".join(f"{t:g}" for t in settings.temperatures),
+        "k": settings.k,
+        "date": datetime.date.today().isoformat(),
+        "main_k": settings.k,
+        "warpers": {"top_k": settings.top_k, "top_p": settings.top_p, "min_p": settings.min_p},
+        "max_new_tokens": settings.max_new_tokens,
+        "split": settings.split,
+        "greedy_equality": {
+            "prompts": len({e["id"] for e in greedy}),
+            "tokens": sum(e["tokens"] for e in greedy),
+            "equal": all(e["same"] for e in greedy),
+        },
+        "checks": found,
+    }
+
+
+if __name__ == "__main__":
+    run("eval", EvalSettings, main)

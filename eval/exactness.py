@@ -1,0 +1,74 @@
+"""Proof by enumeration that a verification rule emits the target's law: one node, V = 4, every branch, exact sums.
+
+The rules of eval/verify.py themselves run, driven through all their uniforms: every threshold of the reference p and
+q is a multiple of 1/N, so the midpoints of N cells stand for the whole interval [0, 1).
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from eval import verify
+
+P = tuple(Fraction(x, 10) for x in (4, 3, 2, 1))  # the reference of verification.md
+Q = tuple(Fraction(x, 10) for x in (1, 5, 1, 3))
+Node = Callable[[int, Tensor, Tensor, tuple[float, ...]], int]  # draft, p [V], q [V], uniforms -> emitted token
+
+
+def floats(probs: Sequence[Fraction]) -> Tensor:
+    return torch.tensor([float(x) for x in probs])
+
+
+def law(
+    node: Node, proposal: Sequence[Fraction], cells: Sequence[int], p: Sequence[Fraction] = P, q: Sequence[Fraction] = Q
+) -> list[Fraction]:
+    """Exact law of the emitted token: draft x with probability proposal[x], uniform i on cells[i] equal cells."""
+    target, draft = floats(p), floats(q)
+    weight = Fraction(1)
+    for n in cells:
+        weight /= n
+    found = [Fraction(0)] * len(p)
+    for x, chance in enumerate(proposal):
+        if chance:
+            for u in itertools.product(*([(i + 0.5) / n for i in range(n)] for n in cells)):
+                found[node(x, target, draft, u)] += chance * weight
+    return found
+
+
+def total_variation(a: Sequence[Fraction], b: Sequence[Fraction] = P) -> Fraction:
+    return sum((abs(x - y) for x, y in zip(a, b, strict=True)), Fraction(0)) / 2
+
+
+def emit(verdict: verify.Verdict, draft: int) -> int:
+    """First token a one-node round emits."""
+    return draft if int(verdict.accepted) else int(verdict.own)
+
+
+def rejection(x: int, p: Tensor, q: Tensor, u: tuple[float, ...]) -> int:
+    return emit(verify.rejection(torch.tensor([[x]]), torch.stack([p, p])[None], q[None, None], torch.tensor([u])), x)
+
+
+def one_hot(x: int, p: Tensor, q: Tensor, u: tuple[float, ...]) -> int:
+    return emit(verify.chain_one_hot(torch.tensor([[x]]), torch.stack([p, p])[None], torch.tensor([u])), x)
+
+
+def match(x: int, p: Tensor, q: Tensor, u: tuple[float, ...]) -> int:
+    own = verify.sample(p, torch.tensor(u[0]))
+    return emit(verify.match(torch.tensor([[x]]), own.expand(1, 2)), x)
+
+
+ARGMAX_Q = [Fraction(int(x == max(range(4), key=lambda i: Q[i]))) for x in range(4)]
+LOSSLESS: dict[str, tuple[Node, Sequence[Fraction], tuple[int, ...]]] = {
+    "rejection": (rejection, Q, (30, 20)),  # ratios 1, 3/5, 1, 1/3; residual 3/4, 0, 1/4, 0; bonus tenths
+    "one-hot": (one_hot, ARGMAX_Q, (10, 70)),  # accept 3/10; residual 4/7, 0, 2/7, 1/7
+    "match": (match, ARGMAX_Q, (10,)),
+    "strict": (match, Q, (10,)),
+}
+
+
+def check(rules: Sequence[str]) -> dict[str, float]:
+    """Total variation to p of each lossless rule used (greedy has one branch and is left out): 0 when exact."""
+    return {rule: float(total_variation(law(*LOSSLESS[rule]))) for rule in rules if rule in LOSSLESS}

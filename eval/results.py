@@ -1,0 +1,108 @@
+"""Records -> result rows, predictions, comparison with plain. Derived anew each time, never stored as means."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eval import metrics, theory
+from eval.checks import first_difference
+from eval.metrics import Record
+from eval.predict import joint_accuracy
+from heads.target import Target
+
+Row = dict[str, Any]
+Prompts = Sequence[dict[str, Any]]
+
+
+def result_rows(records: Sequence[Record], main_k: int, methods: Sequence[str] = ()) -> list[tuple[Row, list[Record]]]:
+    """Every result row with its records: route "all" for each (method, k, T, proposal), single routes at the main k.
+
+    Order: temperature, plain, then `methods` as given, proposal, k.
+    """
+    timed = [r for r in records if r["kind"] == "timed"]
+    plain = [r for r in timed if r["method"] == "plain"]
+    alpha = [r for r in records if r["kind"] == "alpha"]
+    groups: dict[tuple[Any, ...], list[Record]] = {}
+    for r in timed:
+        groups.setdefault((r["method"], r["k"], r["temperature"], r["proposal"]), []).append(r)
+    place = {method: i for i, method in enumerate(["plain", *methods])}
+    found = []
+    for method, k, temperature, proposal in sorted(groups, key=lambda g: (g[2], place.get(g[0], 99), g[3], g[1])):
+        held = groups[method, k, temperature, proposal]
+        routes = list(dict.fromkeys(r["route"] for r in held)) if k in (0, main_k) else []
+        for route in ["all", *routes]:
+            own = [r for r in held if route in ("all", r["route"])]
+            row = metrics.summarise(own, plain, route)
+            if route == "all":
+                same = [r for r in alpha if (r["method"], r["k"], r["temperature"]) == (method, k, temperature)]
+                for name in ("alpha_sum_min", "alpha_greedy"):
+                    row[name] = metrics.mean_by_position(same, name)
+            found.append((row, own))
+    return found
+
+
+def predict(
+    target: Target, prompts: Prompts, rows: Sequence[Row], records: Sequence[Record], heads: dict[str, Any]
+) -> None:
+    """Fill in predicted_acceptance_length of the heads' rows.
+
+    Temperature 0: 1 + sum of joint accuracies on plain's outputs. Above: 1 + sum of products of the recorded alpha (the
+    overlap of p and q for sampled drafts, p of the greedy draft for deterministic ones).
+    """
+    plain = {r["id"]: r["output_ids"] for r in records if r["method"] == "plain" and r["temperature"] == 0}
+    texts = [(p["ids"], plain[p["id"]]) for p in prompts if p["id"] in plain]
+    for name, head in heads.items():
+        own = [row for row in rows if row["method"] == name and row["route"] == "all"]
+        longest = max((row["k"] for row in own if row["temperature"] == 0), default=0)
+        joint = joint_accuracy(target, head, texts, longest) if texts and longest else []
+        for row in own:
+            if row["temperature"] == 0:
+                row["predicted_acceptance_length"] = 1 + sum(joint[: row["k"]])
+            else:
+                alphas = row["alpha_sum_min" if row["proposal"] == "sampled" else "alpha_greedy"]
+                if alphas and None not in alphas:
+                    row["predicted_acceptance_length"] = theory.tau_from_conditionals(alphas)
+
+
+def equality(target: Target, prompts: Prompts, records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Coupled rules (greedy, match, strict) against plain, token by token; a difference names the logit gap."""
+    plain = {metrics.key(r): r for r in records if r["kind"] == "timed" and r["method"] == "plain"}
+    ids_of = {p["id"]: p["ids"] for p in prompts}
+    found = []
+    for r in records:
+        own = plain.get(metrics.key(r))
+        if r["method"] == "plain" or own is None or r["rule"] not in ("greedy", "match", "strict"):
+            continue
+        at = first_difference(r["output_ids"], own["output_ids"])
+        detail = ""
+        if at is not None and r["id"] in ids_of:
+            ids = torch.tensor([[*ids_of[r["id"]], *own["output_ids"][:at]]], device=target.device)
+            top = target.logits(target.forward(ids).last[0, -1]).topk(2).values
+            detail = f"token {at} differs, the target's two best logits are {float(top[0] - top[1]):.2e} apart"
+        what = f"{r['method']} k={r['k']} T={r['temperature']:g} on {r['id']}"
+        found.append(
+            {
+                "what": what,
+                "same": at is None,
+                "detail": detail,
+                "rule": r["rule"],
+                "tokens": r["new_tokens"],
+                "id": r["id"],
+            }
+        )
+    return found
+
+
+def training_logs(heads: dict[str, str]) -> dict[str, list[Row]]:
+    """The training log beside each head folder (run folder or its `best/`), where there is one."""
+    found = {}
+    for name, folder in heads.items():
+        for log in (Path(folder) / "log.jsonl", Path(folder).parent / "log.jsonl"):
+            if log.is_file():
+                lines = log.read_text(encoding="utf-8").splitlines()
+                found[name] = [json.loads(line) for line in lines if line.endswith("}")]
+                break
+    return found

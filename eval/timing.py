@@ -1,0 +1,59 @@
+"""What a target pass costs by number of tokens, and a draft by number of tokens. Interleaved, median, seconds."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from eval.cache import AttentionMasks, KVCache
+from eval.drafter import Ask, Drafter
+from eval.generate import forward
+from eval.warpers import Warpers
+from heads.target import Target, TargetOutput
+
+
+def median_seconds(jobs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Each job once per round, round after round, so that a slow moment of the machine hits all of them."""
+    found: dict[str, list[float]] = {name: [] for name in jobs}
+    for turn in range(repeats + 1):
+        for name, job in jobs.items():
+            began = time.perf_counter()
+            job()
+            if turn:  # the first round warms up
+                found[name].append(time.perf_counter() - began)
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+
+@torch.inference_mode()
+def target_pass(target: Target, prompt: list[int], most: int = 16, repeats: int = 5) -> dict[str, float]:
+    """Seconds of a pass of 1..most tokens over a cache holding `prompt`, LM head of every row included."""
+    masks, cache = AttentionMasks(target), KVCache()
+    forward(target, cache, masks, prompt, ())
+    cache.keep([len(prompt)])
+
+    def job(n: int) -> Callable[[], object]:
+        ids = [prompt[i % len(prompt)] for i in range(n)]
+        return lambda: target.logits(forward(target, cache, masks, ids, ()).last[0])
+
+    return median_seconds({str(n): job(n) for n in range(1, most + 1)}, repeats)
+
+
+@torch.inference_mode()
+def draft(target: Target, drafter: Drafter, prompt: list[int], k: int, repeats: int = 7) -> tuple[float, float]:
+    """(seconds per drafted token, seconds per round that do not grow with k) of a drafter.
+
+    The fixed part holds taking in the features of two kept tokens (a usual round).
+    """
+    output = target.forward(torch.tensor([prompt], device=target.device), taps=drafter.taps)
+    ask = Ask(False, Warpers(), torch.Generator())
+    two = TargetOutput(output.last[:, -2:], None if output.taps is None else output.taps[:, -2:])
+    drafter.start(prompt, prompt[0], output)
+    jobs: dict[str, Callable[[], object]] = {
+        "1": lambda: drafter.propose(1, ask),
+        "k": lambda: drafter.propose(k, ask),
+        "commit": lambda: drafter.commit(prompt[:2], two),
+    }
+    found = median_seconds(jobs, repeats)
+    step = max((found["k"] - found["1"]) / (k - 1), 0.0) if k > 1 else found["1"]
+    return step, max(found["1"] - step, 0.0) + found["commit"]

@@ -1,0 +1,220 @@
+"""EAGLE-3 (Li et al., arXiv 2503.01840): one layer on fused features, trained by unrolling its own drafting.
+
+    g_t   = fc [tap_a(t); tap_b(t); tap_c(t)]                                fused feature of the target
+    u_t^0 = layer(cat(norm(emb(x_{t+1})), norm(g_t)),       residual g_t)         predicts x_{t+2}
+    u_t^j = layer(cat(norm(emb(x_{t+1+j})), norm(u_t^{j-1})), residual u_t^{j-1})   predicts x_{t+2+j}
+    logits = lm_head(norm(u))                                                over D <= V tokens
+
+Alignment, position ids and masks: conventions.md, "EAGLE-3 training-time test". Worked example, slot t = 4, J = 3:
+
+    step j   reads            position id   sees keys                              predicts
+    0        g_4, emb(x_5)    4             step 0 of slots 0..4                   x_6
+    1        u_4^0, emb(x_6)  5             step 0 of slots 0..4, step 1 of slot 4  x_7
+    2        u_4^1, emb(x_7)  6             ... and step 2 of slot 4               x_8
+
+State-dict names are those vLLM and SGLang load (export-contract.md).
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.layers import (
+    Attention,
+    GatedMLP,
+    HeadInput,
+    LayerCache,
+    RMSNorm,
+    layer_config,
+    map_buffers,
+    rotary,
+    rotate,
+    unrolled_attention,
+)
+from heads.target import TargetSpec
+
+
+@dataclasses.dataclass
+class Eagle3Config:
+    kind: str = "eagle3"
+    taps: list[int] | None = None  # None: [2, L // 2, L - 3]
+    draft_vocab_size: int | None = None
+    num_kv_heads: int | None = None  # None: the target's
+    ttt_steps: int = 3  # J; the paper trains 7
+    init: str = "target"  # 'random' (paper) or 'target' (layer, norms, LM-head rows copied where shapes allow)
+    max_draft: int = 16
+
+
+def default_taps(num_layers: int) -> list[int]:
+    """[2, L // 2, L - 3], refused with the layer count where these are not distinct, ascending and inside the model."""
+    taps = [2, num_layers // 2, num_layers - 3]
+    if not 0 < taps[0] < taps[1] < taps[2] <= num_layers:
+        raise ValueError(
+            f"the default taps [2, L//2, L-3] are {taps} for a target of {num_layers} layers, not distinct and "
+            "ascending: set head.taps explicitly, for example head.taps=[0,1,2]"
+        )
+    return taps
+
+
+def check_taps(taps: list[int], num_layers: int) -> tuple[int, ...]:
+    if not taps or sorted(set(taps)) != list(taps) or taps[0] < 0 or taps[-1] > num_layers:
+        raise ValueError(
+            f"head.taps={list(taps)} must be distinct, ascending and inside 0..{num_layers} (the target's layers)"
+        )
+    return tuple(taps)
+
+
+class DraftLayer(nn.Module):
+    """One decoder layer whose attention reads cat(norm(embedding), norm(feature)) and whose residual is the feature."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        H, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(H, eps)
+        self.hidden_norm = RMSNorm(H, eps)
+        self.self_attn = Attention(config, 2 * H)
+        self.post_attention_layernorm = RMSNorm(H, eps)
+        self.mlp = GatedMLP(H, config.intermediate_size)
+
+    def mix(self, embedding: Tensor, feature: Tensor) -> Tensor:
+        return torch.cat([self.input_layernorm(embedding), self.hidden_norm(feature)], dim=-1)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        x = residual + attended
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Eagle3(nn.Module):
+    """Raises ValueError for taps outside the target, a bad draft vocabulary, or a reduced one without its map."""
+
+    d2t: Tensor
+    t2d: Tensor
+    uses_cache = True
+
+    def __init__(self, config: Eagle3Config, spec: TargetSpec, vocab: tuple[Tensor, Tensor] | None = None) -> None:
+        super().__init__()
+        if config.init not in ("target", "random"):
+            raise ValueError(f"head.init={config.init!r} must be 'target' or 'random'")
+        if config.ttt_steps < 1:
+            raise ValueError(f"head.ttt_steps={config.ttt_steps} must be >= 1")
+        taps = default_taps(spec.num_layers) if config.taps is None else list(config.taps)
+        self.taps = check_taps(taps, spec.num_layers)
+        self.config = dataclasses.replace(config, taps=list(self.taps))
+        self.max_draft, self.train_steps = config.max_draft, config.ttt_steps
+        d2t, t2d = map_buffers(vocab, config.draft_vocab_size, spec.vocab_size)
+        self.register_buffer("d2t", d2t)
+        self.register_buffer("t2d", t2d)
+        self.vocab_size, self.draft_vocab_size = spec.vocab_size, d2t.shape[0]
+        self.layer_config = layer_config(spec, config.num_kv_heads)
+        H = spec.hidden_size
+        self.fc = nn.Linear(len(self.taps) * H, H, bias=False)
+        self.midlayer = DraftLayer(self.layer_config)
+        self.norm = RMSNorm(H, spec.rms_norm_eps)
+        self.lm_head = nn.Linear(H, self.draft_vocab_size, bias=False)
+        self.rotary = rotary(self.layer_config)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def attach(self, target: Any) -> "Eagle3":
+        """EAGLE-3 owns its LM head: nothing to borrow."""
+        return self
+
+    def init_from(self, target: Any) -> None:
+        """Copy what fits from the target (config.init == 'target'): see `_copy_target`."""
+        if self.config.init == "target":
+            _copy_target(self, target)
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        """[B, n, taps, H] -> g [B, n, H]."""
+        return self.fc(taps.flatten(-2).to(self.fc.weight.dtype))
+
+    def forward(self, inputs: HeadInput, steps: int) -> list[Tensor]:
+        """Hidden states u^0 .. u^{steps-1}, each [B, S, H], at the slots of `inputs`, teacher-forced.
+
+        Only slots are queried; step-0 keys come from every position (a slot must see the whole prefix).
+        """
+        B, T, H = inputs.last.shape
+        assert inputs.taps is not None, "EAGLE-3 reads taps"
+        layer, attn = self.midlayer, self.midlayer.self_attn
+        g = self.fuse(inputs.taps)
+        cos, sin = self.rotary(g, inputs.positions)
+        mixed = layer.mix(shift(inputs.embeddings, 1), g)
+        keys = attn.expand(rotate(attn.split(mixed, attn.k_proj), cos, sin))
+        values = attn.expand(attn.split(mixed, attn.v_proj))
+        slots = inputs.slots
+        at = slots[..., None].expand(-1, -1, H)
+        mask = slot_mask(slots, inputs.documents)
+        positions = inputs.positions.gather(1, slots)
+        feature, mixed = g.gather(1, at), mixed.gather(1, slots[..., None].expand(-1, -1, 2 * H))
+        own_keys: list[Tensor] = []
+        own_values: list[Tensor] = []
+        hidden: list[Tensor] = []
+        for step in range(steps):
+            cos, sin = self.rotary(feature, positions + step)
+            if step:
+                mixed = layer.mix(shift(inputs.embeddings, 1 + step).gather(1, at), feature)
+                own_keys.append(attn.expand(rotate(attn.split(mixed, attn.k_proj), cos, sin)))
+                own_values.append(attn.expand(attn.split(mixed, attn.v_proj)))
+            query = rotate(attn.split(mixed, attn.q_proj), cos, sin)
+            attended = attn.join(unrolled_attention(query, keys, values, mask, own_keys, own_values))
+            feature = layer.finish(feature, attended)
+            hidden.append(feature)
+        return hidden
+
+    def advance(self, cache: LayerCache, feature: Tensor, embedding: Tensor) -> Tensor:
+        """Cached drafting: consume n slots (feature and next-token embedding, both [B, n, H]) -> u [B, n, H].
+
+        `feature` is `fuse(taps)` for the target's true slots and the previous u for the head's own.
+        """
+        layer, attn = self.midlayer, self.midlayer.self_attn
+        n = feature.shape[1]
+        mixed = layer.mix(embedding, feature)
+        cos, sin = self.rotary(feature, cache.lengths[:, None] + torch.arange(n))
+        query = rotate(attn.split(mixed, attn.q_proj), cos, sin)
+        keys, values, mask = cache.write(
+            rotate(attn.split(mixed, attn.k_proj), cos, sin), attn.split(mixed, attn.v_proj)
+        )
+        attended = nn.functional.scaled_dot_product_attention(
+            query, attn.expand(keys), attn.expand(values), attn_mask=mask
+        )
+        return layer.finish(feature, attn.join(attended))
+
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
+        """fp32 draft logits [..., D]."""
+        return self.lm_head(self.norm(hidden)).float()
+
+    def to_target(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids + self.d2t[draft_ids]
+
+    def target_rows(self) -> Tensor | None:
+        """Target ids of the draft vocabulary, or None when it is the whole one."""
+        return None if self.draft_vocab_size == self.vocab_size else self.t2d.nonzero().squeeze(1)
+
+
+def shift(x: Tensor, by: int) -> Tensor:
+    """Left shift along T with zero fill: [x0, x1, x2] by 1 -> [x1, x2, 0]."""
+    return torch.cat([x[:, by:], torch.zeros_like(x[:, :by])], dim=1)
+
+
+def slot_mask(slots: Tensor, documents: Tensor) -> Tensor:
+    """[B, 1, S, T] bool: slot t sees position s when s <= t and both lie in the same document."""
+    T = documents.shape[1]
+    same = documents.gather(1, slots)[:, :, None] == documents[:, None, :]
+    return (same & (torch.arange(T, device=slots.device) <= slots[:, :, None]))[:, None]
+
+
+def _copy_target(head: Eagle3, target: Any) -> None:
+    """Target start: fc passes the last tap, the layer is the target's layer there, norm and LM-head rows are the target's.
+
+    The embedding half of q, k, v starts at zero: at first the layer is the target's own, then learns to use x_{t+1}.
+    """
+    source = target.layers[min(head.taps[-1], len(target.layers) - 1)]
+    H = head.norm.weight.shape[0]
+    with torch.no_grad():
+        head.fc.weight.zero_()
+        head.fc.weight[:, -H:].copy_(torch.eye(H))
+        weight, _ = target.lm_head(head.target_rows())
+        head.lm_head.weight.copy_(weight)

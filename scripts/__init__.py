@@ -1,0 +1,1 @@
+"""Commands beside the stages: set-up, tests, quickstart, export."""

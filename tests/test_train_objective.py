@@ -1,0 +1,270 @@
+"""The loss of a batch: invariant to padding and split, exactly zero without slots, gradient to the head and only there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_target
+from torch import Tensor, nn
+from toys import batch_of, conversations, eagle3, medusa, tokens, weights
+
+from heads.target import Target
+from train.batches import Batch, collate
+from train.losses import LOSSES
+from train.objective import LossSettings, NonFiniteFeature, Objective, slot_counts
+from train.optim import OptimSettings, build_optimizer
+
+DRAFT = [2, 3, 5, 8, 13, 21, 34, 55]
+HEADS: list[tuple[Any, dict[str, Any]]] = [
+    (eagle3, {}),
+    (eagle3, {"draft": DRAFT, "num_kv_heads": 1}),
+    (medusa, {"num_heads": 3}),
+    (medusa, {"num_heads": 3, "num_layers": 2, "shared_lm_head": False}),
+    (medusa, {"num_heads": 3, "shared_lm_head": False, "draft": DRAFT}),
+]
+
+
+def objective_of(make: Any, options: dict[str, Any], loss: str = "kl") -> Objective:
+    target = tiny_target(layers=4)
+    return Objective(make(target, std=0.2, **options), target, LossSettings(name=loss))
+
+
+def counts_of(objective: Objective, *batches: Batch) -> Tensor:
+    return torch.stack([slot_counts(b.asst, b.documents, objective.head.train_steps) for b in batches]).sum(0)
+
+
+def gradients(objective: Objective, *batches: Batch) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of one optimizer step over these micro-batches."""
+    objective.zero_grad()
+    counts, total = counts_of(objective, *batches), 0.0
+    for batch in batches:
+        loss, _ = objective(batch, counts)
+        loss.backward()
+        total += loss.item()
+    none = torch.zeros(())
+    return total, {n: none if p.grad is None else p.grad.clone() for n, p in objective.head.named_parameters()}
+
+
+def close(a: tuple[float, dict[str, Tensor]], b: tuple[float, dict[str, Tensor]]) -> bool:
+    same = all(torch.allclose(a[1][name], b[1][name], atol=1e-6, rtol=1e-4) for name in a[1])
+    return same and a[0] == pytest.approx(b[0], rel=1e-5)
+
+
+def padded(batch: Batch, by: int, value: int) -> Batch:
+    """The same batch, `by` positions longer."""
+    pad = nn.functional.pad
+    ids, asst = pad(batch.ids, (0, by), value=value), pad(batch.asst, (0, by))
+    T = ids.shape[1]
+    return Batch(ids, asst, pad(batch.documents, (0, by), value=-1), torch.arange(T).expand(len(ids), T), batch.rows)
+
+
+@pytest.mark.parametrize(("make", "options"), HEADS)
+def test_loss_and_gradient_do_not_depend_on_padding(make: Any, options: dict[str, Any]) -> None:
+    objective, batch = objective_of(make, options), batch_of(conversations(5))
+    plain = gradients(objective, batch)
+    assert plain[0] > 0.1
+    assert close(plain, gradients(objective, padded(batch, 7, 0)))
+    assert close(plain, gradients(objective, padded(batch, 3, 1))), "the value of the padding does not matter"
+
+
+@pytest.mark.parametrize(("make", "options"), HEADS)
+def test_loss_and_gradient_do_not_depend_on_the_split(make: Any, options: dict[str, Any]) -> None:
+    objective, rows = objective_of(make, options), conversations(6)
+    whole = gradients(objective, batch_of(rows))
+    for sizes in ([1] * 6, [4, 2], [2, 4], [5, 1]):
+        parts, at = [], 0
+        for size in sizes:
+            parts.append(batch_of(rows[at : at + size]))
+            at += size
+        assert close(whole, gradients(objective, *parts)), sizes
+
+
+def test_a_mean_of_means_would_show() -> None:
+    """Negative control: dividing each micro-batch by its own slots gives another gradient."""
+    objective, rows = objective_of(*HEADS[0]), conversations(6)
+    whole = gradients(objective, batch_of(rows))
+    total = 0.0
+    objective.zero_grad()
+    for row in rows:
+        batch = batch_of([row])
+        loss, _ = objective(batch, counts_of(objective, batch))
+        (loss / len(rows)).backward()
+        total += loss.item() / len(rows)
+    assert total != pytest.approx(whole[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("prompt", [1, 20])
+def test_loss_does_not_depend_on_the_length_of_the_prompt(prompt: int) -> None:
+    """Medusa reads one feature: the same answer features behind a longer prompt weigh the same."""
+    objective = objective_of(*HEADS[2])
+    ids = tokens(1, prompt + 8)
+    asst = torch.zeros_like(ids, dtype=torch.bool)
+    asst[:, prompt:] = True
+    last = torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(0))
+    features = torch.cat([torch.zeros(1, prompt, 32), last], dim=1)
+    ids[0, prompt:] = torch.arange(8)
+    features[:, prompt - 1] = 1.0  # the slot of the last prompt token is trained
+    batch = Batch(ids, asst, torch.zeros_like(ids), torch.arange(prompt + 8)[None], [0], last=features)
+    loss, _ = objective(batch, counts_of(objective, batch))
+    reference = objective_of(*HEADS[2])
+    short = Batch(ids[:, prompt - 1 :], asst[:, prompt - 1 :], torch.zeros(1, 9), torch.arange(9)[None], [0], last=features[:, prompt - 1 :])
+    assert loss.item() == pytest.approx(reference(short, counts_of(reference, short))[0].item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("make", "options"), HEADS)
+def test_a_batch_without_trained_slots_is_exactly_zero(make: Any, options: dict[str, Any]) -> None:
+    objective = objective_of(make, options)
+    empty = batch_of([{"ids": [5, 6, 7, 8, 9], "spans": []}, {"ids": [5, 6, 7], "spans": [[2, 3]]}])
+    loss, found = gradients(objective, empty)
+    assert loss == 0.0 and all(not bool(g.any()) for g in found.values())
+    rows = conversations(4)
+    assert close(gradients(objective, batch_of(rows)), gradients(objective, empty, batch_of(rows), empty))
+
+
+@pytest.mark.parametrize(("make", "options"), HEADS)
+@pytest.mark.parametrize("loss", ["kl", "cross_entropy"])
+def test_gradient_reaches_every_parameter_of_the_head_and_none_of_the_target(
+    make: Any, options: dict[str, Any], loss: str
+) -> None:
+    objective = objective_of(make, options, loss)
+    _, found = gradients(objective, batch_of(conversations(6)))
+    assert [name for name, gradient in found.items() if not bool(gradient.any())] == []
+    assert all(parameter.grad is None for parameter in objective.target.model.parameters())
+    assert not objective.target.model.training
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_loss_is_the_weighted_sum_of_its_steps(loss: str) -> None:
+    """Against a loop over slots that states the convention: step i of slot t, taught at t+1+i, divided by the count."""
+    objective = objective_of(eagle3, {"draft": DRAFT}, loss)
+    head, target, batch = objective.head, objective.target, batch_of(conversations(3))
+    counts = counts_of(objective, batch)
+    total, metrics = objective(batch, counts)
+    expected = 0.0
+    for row in range(3):
+        ids = batch.ids[row : row + 1]
+        T = int((batch.documents[row] >= 0).sum())
+        for t in range(T):
+            for i in range(3):
+                if t + 2 + i >= T or not bool(batch.asst[row, t + 1 : t + 3 + i].all()):
+                    continue
+                slots = torch.tensor([[t]])
+                one = Batch(ids, batch.asst[row : row + 1], batch.documents[row : row + 1], batch.positions[:1], [row])
+                inputs = objective.inputs(one, slots)
+                draft = head.logits(head(inputs, i + 1)[i][0], i)
+                teacher = target.logits(inputs.last[0, t + 1 + i, None])[:, DRAFT]
+                expected += 0.8**i * LOSSES[loss](draft, teacher).item() / int(counts[i])
+    assert total.item() == pytest.approx(expected, rel=1e-4)
+    weighted = (metrics["loss"] / counts * 0.8 ** torch.arange(3)).sum()
+    assert float(weighted) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_head_overfits_one_batch() -> None:
+    for make, options in (HEADS[0], HEADS[3]):
+        objective, batch = objective_of(make, options), batch_of(conversations(2))
+        output = objective.target.forward(batch.ids, taps=objective.head.taps)
+        batch.last, batch.taps = output.last, output.taps
+        optimizer = build_optimizer(objective.parameters(), OptimSettings(lr=2e-2))
+        counts, found = counts_of(objective, batch), []
+        for _ in range(60):
+            optimizer.zero_grad()
+            loss, metrics = objective(batch, counts)
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        assert found[-1] < 0.05 * found[0], (options, found[0], found[-1])
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_feature_that_is_not_finite_is_named_with_its_row(value: float) -> None:
+    objective, rows = objective_of(eagle3, {}), conversations(4)
+    for name, position in (("last", (2, 1)), ("taps", (2, 1, 0))):
+        batch = collate(rows, [7, 3, 12, 5])
+        output = objective.target.forward(batch.ids, taps=objective.head.taps)
+        batch.last, batch.taps = output.last, output.taps
+        getattr(batch, name)[position] = value
+        with pytest.raises(NonFiniteFeature, match=f"'{name}' of data row 12 is not finite"):
+            objective(batch, counts_of(objective, batch))
+
+
+def test_captured_features_give_the_loss_of_a_live_target() -> None:
+    class Store:
+        def __init__(self, target: Target, rows: list[dict[str, Any]], taps: tuple[int, ...]) -> None:
+            self.rows = [target.forward(torch.tensor([row["ids"]]), taps=taps) for row in rows]
+
+        def row(self, index: int) -> tuple[Tensor, Tensor | None]:
+            output = self.rows[index]
+            return output.last[0], None if output.taps is None else output.taps[0]
+
+    for make, options in (HEADS[1], HEADS[2]):
+        objective, rows = objective_of(make, options), conversations(4)
+        store = Store(objective.target, rows, objective.head.taps)
+        live = gradients(objective, batch_of(rows))
+        assert close(live, gradients(objective, collate(rows, [0, 1, 2, 3], store)))
+
+
+def test_the_target_is_untouched_by_training() -> None:
+    objective, batch = objective_of(*HEADS[0]), batch_of(conversations(3))
+    before = {name: value.clone() for name, value in objective.target.model.state_dict().items()}
+    head_before = weights(objective.head)
+    optimizer = build_optimizer(objective.parameters(), OptimSettings())
+    gradients(objective, batch)
+    optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in objective.target.model.state_dict().items())
+    assert not torch.equal(head_before["fc.weight"], objective.head.fc.weight)
+
+
+def test_case_medusa_every_head_trained(shared: Path) -> None:
+    case, labels = (
+        json.loads((shared / "cases" / "numeric" / f"{name}.json").read_text())
+        for name in ("medusa-every-head-trained", "medusa-labels")
+    )
+    objective = objective_of(medusa, {"num_heads": case["heads"]})
+    spans = [[n, n + 1] for n, on in enumerate(labels["loss_mask"]) if on]
+    batch = batch_of([{"ids": [i - 90 for i in labels["input_ids"]], "spans": spans}])
+    _, found = gradients(objective, batch)
+    assert counts_of(objective, batch).tolist() == [4, 2, 1]
+    assert len(found) == 2 * case["heads"] and all(bool(g.any()) for g in found.values())
+
+
+def test_cases_of_sums_over_all_slots(shared: Path) -> None:
+    """`loss-gradient-accumulation` and `loss-across-ranks`: sums over the slots of the whole step, never means of means."""
+    for name, part in (("loss-gradient-accumulation", "micro_batches"), ("loss-across-ranks", "ranks")):
+        case = json.loads((shared / "cases" / "numeric" / f"{name}.json").read_text())
+        sums = torch.tensor([x["loss_sum"] for x in case[part]])
+        total = sum(x["tokens"] for x in case[part])
+        assert float((sums / total).sum()) == pytest.approx(case["expect"]["loss"], abs=1e-6)
+        # the objective divides in this way: a head whose loss per slot is known
+        objective = objective_of(*HEADS[2])
+        objective.loss = lambda draft, teacher: torch.ones(len(draft))
+        objective.settings.step_decay = 0.0
+        batch = batch_of(conversations(4))
+        loss, metrics = objective(batch, torch.full((3,), total))
+        assert loss.item() == pytest.approx(float(metrics["loss"][0]) / total, rel=1e-6)
+
+
+def test_case_all_masked_batch(shared: Path) -> None:
+    case = json.loads((shared / "cases" / "numeric" / "all-masked-batch.json").read_text())
+    objective = objective_of(*HEADS[0])
+    batch = batch_of([{"ids": [5] * len(mask), "spans": []} for mask in case["loss_mask"]])
+    loss, found = gradients(objective, batch)
+    assert bool(torch.isfinite(torch.tensor(loss))) and all(bool(torch.isfinite(g).all()) for g in found.values())
+    assert counts_of(objective, batch).tolist() == [0, 0, 0]
+
+
+def test_case_fp16_overflow(shared: Path) -> None:
+    case = json.loads((shared / "cases" / "numeric" / "fp16-overflow.json").read_text())
+    objective, rows = objective_of(eagle3, {}), conversations(2)
+    for dtype, fails in ((torch.float16, True), (torch.bfloat16, False), (torch.float32, False)):
+        batch = batch_of(rows)
+        output = objective.target.forward(batch.ids, taps=objective.head.taps)
+        assert output.taps is not None
+        output.taps[1, 2, 0, 5] = case["feature_value"]
+        batch.last, batch.taps = output.last, output.taps.to(dtype)
+        if fails:
+            with pytest.raises(NonFiniteFeature, match="'taps' of data row 1"):
+                objective(batch, counts_of(objective, batch))
+        else:
+            assert bool(torch.isfinite(objective(batch, counts_of(objective, batch))[0]))

@@ -1,0 +1,1 @@
+"""From target and data to a trained head: python -m train."""

@@ -1,0 +1,197 @@
+"""Distil a draft head on a frozen target.
+
+    python -m train name=first dataset=outputs/data/own head=eagle3
+    python -m train launcher=cpu2 ...                  two processes, started through `accelerate launch`
+    accelerate launch -m train name=first ...          the same, started by yourself
+
+Leaves outputs/train/<name>/: best/ (the head with the best predicted acceptance length), checkpoints/, log.jsonl and,
+last, manifest.json. The same command again resumes an interrupted run and skips a finished one.
+"""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+from conf.entry import run
+from conf.launch import LauncherSettings, relaunch_if_needed
+from data import rows as token_rows
+from data import vocab
+from data.capture import folder_for
+from data.store import Store
+from heads.eagle3 import Eagle3Config
+from heads.hub import build_head, read_facts, write_json
+from heads.medusa import MedusaConfig
+from heads.target import Target, TargetParityError, TargetSettings
+from train import checkpoint
+from train.batches import PickedTaps, collate
+from train.loop import Data, Loop, Stopped, TrainSettings
+
+
+@dataclasses.dataclass
+class TrainRun:
+    """Everything `python -m train` can be told."""
+
+    name: str = "train"
+    outputs: str = "outputs"
+    dataset: str = "outputs/data/own"  # folder left by `python -m data`
+    fresh: bool = False  # throw away what an earlier run of this name left
+    target: TargetSettings = dataclasses.field(default_factory=TargetSettings)
+    head: Any = None  # conf/head/*.yaml
+    train: TrainSettings = dataclasses.field(default_factory=TrainSettings)
+    launcher: LauncherSettings = dataclasses.field(default_factory=LauncherSettings)
+
+
+def main(settings: TrainRun) -> int:
+    manifest = token_rows.manifest(settings.dataset)
+    folder = Path(settings.outputs) / "train" / settings.name
+    wanted = run_facts(settings, manifest)
+    if finished(folder, wanted, settings.fresh):
+        print(f"train: {folder} is up to date, skipped", file=sys.stderr)
+        return 0
+    status = relaunch_if_needed(settings.launcher, "train")
+    if status is not None:
+        return status
+    accelerator = Accelerator(mixed_precision=settings.launcher.mixed_precision, cpu=settings.launcher.cpu)
+    torch.manual_seed(settings.train.seed)
+    target = Target.load(settings.target)
+    head, data = prepare(settings, target, manifest, folder)
+    if accelerator.is_main_process:
+        open_folder(folder, wanted, settings.fresh)
+    accelerator.wait_for_everyone()
+    loop = Loop(settings.train, head, target, data, folder, accelerator, wanted)
+    try:
+        state = loop.run()
+    except Stopped as stop:
+        print(f"train: {stop}", file=sys.stderr)
+        return 0
+    if accelerator.is_main_process:
+        best = read_facts(folder)["provenance"]
+        write_json(
+            folder / "manifest.json", {"kind": "train", **wanted, "state": dataclasses.asdict(state), "best": best}
+        )
+        tau, k = best["heldout"]["predicted_acceptance_length"], settings.train.predict_k
+        joint = " ".join(f"{x:.3f}" for x in best["heldout"]["position_acceptance_joint"])
+        print(
+            f"train: {folder}/best from step {best['step']}: predicted acceptance length {tau:.3f} at k={k}, "
+            f"joint position acceptance {joint}",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def prepare(settings: TrainRun, target: Target, manifest: dict[str, Any], folder: Path) -> tuple[Any, Data]:
+    """Head and data of a run, every input checked before work starts."""
+    source = Path(settings.dataset)
+    data = Data(train=_rows(source, "train", target), heldout=_rows(source, "heldout", target))
+    counts = token_rows.counts(source)
+    head = build_head(
+        dataclasses.asdict(settings.head), target.spec, vocabulary(settings.head, counts, manifest, target, folder)
+    )
+    head.init_from(target)
+    ids = torch.tensor([data.train[0]["ids"][:128]])
+    target.check_parity(ids.to(target.device))
+    if settings.train.features == "captured":
+        data.train_store = _store(settings, "train", target, head.taps)
+        data.heldout_store = _store(settings, "heldout", target, head.taps)
+        check_features(target, data, head.taps)
+    return head, data
+
+
+def _rows(source: Path, split: str, target: Target) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(row) for row in token_rows.load(source, split, target.spec)]
+
+
+def _store(settings: TrainRun, split: str, target: Target, taps: tuple[int, ...]) -> PickedTaps:
+    """The capture of exactly these rows, target, taps and dtype; the error says how to make it."""
+    stored = settings.train.captured_taps or list(taps)
+    dtype = settings.train.captured_dtype
+    folder = folder_for(settings.outputs, settings.dataset, split, target.spec, stored, dtype)
+    if not (folder / "index.json").is_file():
+        raise ValueError(
+            f"{folder}: no captured features of {settings.dataset} with taps {stored} in {dtype}; make them "
+            f"with python -m data and data.capture.enabled=true 'data.capture.taps={stored}' data.capture.dtype={dtype}, or set "
+            "train.features=online"
+        )
+    return PickedTaps(Store(folder, target.spec, stored), stored, taps)
+
+
+def vocabulary(
+    config: Any, counts: torch.Tensor, manifest: dict[str, Any], target: Target, folder: Path
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The draft vocabulary: the checkpoint's own when there is one (never rebuilt), else built from the counts."""
+    size = vocab.check_size(config.draft_vocab_size, target.spec.vocab_size)
+    if size is None or size == target.spec.vocab_size:
+        return None
+    found = checkpoint.latest(folder / "checkpoints")
+    if found is not None:
+        tensors = load_file(found / "head.safetensors")
+        return tensors["d2t"], tensors["t2d"]
+    d2t, t2d = vocab.build(counts, size, manifest["special_ids"])
+    share = vocab.coverage(counts, t2d)
+    print(f"train: draft vocabulary of {size} ids covers {share:.2%} of the training answers", file=sys.stderr)
+    return d2t, t2d
+
+
+def check_features(target: Target, data: Data, taps: tuple[int, ...]) -> None:
+    """A captured cache must be this target's: compare one row with a live pass."""
+    assert data.train_store is not None
+    batch = collate(data.train[:1], [0], data.train_store)
+    live = target.forward(batch.ids.to(target.device), taps=taps)
+    assert batch.last is not None
+    gap = float((batch.last - live.last.cpu().float()).abs().max() / live.last.float().std())
+    if not gap < 0.1:
+        raise TargetParityError(
+            f"captured features of row 0 differ from a live pass by {gap:.2g} of their spread: capture them again"
+        )
+
+
+def run_facts(settings: TrainRun, manifest: dict[str, Any]) -> dict[str, Any]:
+    """What makes two runs the same run; the number of processes, logging and file places do not count."""
+    train = dataclasses.asdict(settings.train)
+    for irrelevant in ("wandb", "micro_batch_size", "save_every"):
+        del train[irrelevant]
+    facts = {
+        "target": dataclasses.asdict(settings.target),
+        "head": dataclasses.asdict(settings.head),
+        "train": train,
+        "mixed_precision": settings.launcher.mixed_precision,
+        "data": manifest["fingerprint"],
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return {**facts, "fingerprint": digest}
+
+
+def finished(folder: Path, wanted: dict[str, Any], fresh: bool) -> bool:
+    """Whether this run is complete; raises ValueError when the folder holds a run with other settings."""
+    if fresh or not (folder / "run.json").is_file():
+        return False
+    made = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    if made["fingerprint"] != wanted["fingerprint"]:
+        changed = sorted(key for key in wanted if key != "fingerprint" and made.get(key) != wanted[key])
+        raise ValueError(
+            f"{folder} holds a run with another {', '.join(changed)}: give this one another name, or "
+            "fresh=true to start over"
+        )
+    return (folder / "manifest.json").is_file() and (folder / "best" / "head.json").is_file()
+
+
+def open_folder(folder: Path, wanted: dict[str, Any], fresh: bool) -> None:
+    if fresh:
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "run.json", wanted)
+    except OSError as error:
+        raise ValueError(f"cannot write to {folder}: {error.strerror}; choose another `outputs` folder") from error
+
+
+if __name__ == "__main__":
+    run("train", TrainRun, main, schemas={"head/eagle3": Eagle3Config, "head/medusa": MedusaConfig})
