@@ -1,6 +1,7 @@
 """Answer rows (see data/regenerate.py): an existing file read back, and rows turned into training ids."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from data.regenerate import Answers, Prompt
 def load_given(path: Path, answers: Answers, prompts: list[Prompt]) -> dict[str, dict[str, Any]]:
     """Answers of an existing file (.jsonl, .gz, .xz) to these prompts, by key; rows of other prompts are ignored.
 
-    Raises ValueError when they come from another target, template, temperature or top_p, or answer other prompt ids.
+    A row whose first prompt ids are not ours, or that answers another number of turns, does not fit: it is counted
+    on standard error and left out. Raises ValueError when one is of another target, template, temperature or top_p.
     """
     if not path.is_file():
         raise ValueError(f"data.answers={path}: no such file")
     wanted = {p.key: p for p in prompts}
     found: dict[str, dict[str, Any]] = {}
+    misfits = 0
     with open_bytes(path) as stream:
         for number, line in enumerate(stream, start=1):
             try:
@@ -33,9 +36,12 @@ def load_given(path: Path, answers: Answers, prompts: list[Prompt]) -> dict[str,
             if theirs != ours:
                 names = ", ".join(f"{k}: {theirs[k]!r} there, {ours[k]!r} here" for k in ours if theirs[k] != ours[k])
                 raise ValueError(f"data.answers={path}, line {number}: made under other settings ({names})")
-            if first != prompt.first_ids:
-                raise ValueError(f"data.answers={path}, line {number}: the prompt ids of {row.get('id')!r} differ")
-            found[row["key"]] = row
+            if first == prompt.first_ids and len(row["turns"]) == len(prompt.steps):
+                found[row["key"]] = row
+            else:
+                misfits += 1
+    if misfits:
+        print(f"data: {misfits} answers of {path} do not fit their prompts' ids or turns, left out", file=sys.stderr)
     return found
 
 

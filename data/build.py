@@ -23,7 +23,7 @@ from data.template import ChatFormat
 from data.writer import RowWriter
 from heads.target import Target
 
-FORMAT = 1  # raise it when the same settings would give other rows
+FORMAT = 2  # raise it when the same settings would give other rows
 
 
 @dataclasses.dataclass

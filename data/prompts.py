@@ -38,6 +38,7 @@ class Row:
     messages: list[Message] = field(default_factory=list)
     tools: list[Any] | None = None
     text: str | None = None
+    turn_by_turn: bool = False  # from `turns`: an answer is wanted after every user message, none is given
 
     @property
     def where(self) -> str:
@@ -114,14 +115,19 @@ def to_row(file: str, label: str, line: int, value: Any) -> Row:
         messages=messages,
         tools=_tools(value.get("tools")),
         text=text,
+        turn_by_turn=_field(value) == "turns",
     )
 
 
+def _field(value: dict[str, Any]) -> str | None:
+    """The field that holds the conversation: the first that is there and not null."""
+    names = ("messages", "conversations", "conversation", "turns", "prompt", "text")
+    return next((name for name in names if value.get(name) is not None), None)
+
+
 def _conversation(value: dict[str, Any]) -> tuple[list[Message], str | None]:
-    for name in ("messages", "conversations", "conversation", "turns", "prompt", "text"):
-        found = value.get(name)
-        if found is None:
-            continue
+    if name := _field(value):
+        found = value[name]
         if name == "text" or (name == "prompt" and isinstance(found, str)):
             if not isinstance(found, str):
                 raise _Refused("malformed_text", f"field {name!r} is not a string")

@@ -72,7 +72,7 @@ def to_prompt(chat: ChatFormat, row: Row, key: str, split: str, limits: Limits) 
     """The turns of `row` that the target can answer on its own. Raises RowError when there is none."""
     if row.text is not None:
         raise RowError("rendered_text_has_no_turns", "a pre-rendered text cannot be answered anew; use messages")
-    steps = answerable(row.messages)
+    steps = answerable(row.messages, row.turn_by_turn)
     if not steps:
         raise RowError("no_user_turn", "there is no user turn to answer")
     ids = prompt_ids(chat, steps[0], row.tools)
@@ -83,8 +83,10 @@ def to_prompt(chat: ChatFormat, row: Row, key: str, split: str, limits: Limits) 
     return Prompt(row, key, split, steps, ids)
 
 
-def answerable(messages: list[Message]) -> list[list[Message]]:
-    """Messages before each answer: `[sys, u1, a1, u2] -> [[sys, u1], [u2]]`.
+def answerable(messages: list[Message], turn_by_turn: bool = False) -> list[list[Message]]:
+    """Messages before each answer: `[sys, u1, a1, u2] -> [[sys, u1], [u2]]`, `[u1, u2] -> [[u1, u2]]`.
+
+    With `turn_by_turn` an answer follows every user message: `[u1, u2] -> [[u1], [u2]]`.
 
     Stops at the first answer that calls a tool: its reply would answer another call than the target's own.
     """
@@ -101,6 +103,9 @@ def answerable(messages: list[Message]) -> list[list[Message]]:
                 pending.append(message)  # a greeting before the first user turn is part of the prompt
         else:
             pending.append(message)
+            if turn_by_turn and message["role"] == "user":
+                steps.append(pending)
+                pending = []
     return [*steps, pending] if any(m["role"] == "user" for m in pending) else steps
 
 

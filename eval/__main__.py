@@ -82,7 +82,7 @@ def compare(
 
     groups = result_rows(file.rows, settings.k, settings.methods)
     rows = [row for row, _ in groups]
-    predict(target, chosen, rows, file.rows, heads)
+    predict(target, chosen, groups, file.rows, heads)
     cost = costs(bench)
     same = equality(target, chosen, file.rows)
     found = checks.run(groups, same, exactness.check(sorted({record["rule"] for record in file.rows})))

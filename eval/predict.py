@@ -1,6 +1,8 @@
-"""Offline prediction of the acceptance length: a head's joint accuracies over texts that are already there.
+"""Offline prediction of acceptance: what a head's training form would accept on texts that are already there.
 
-No generation: one target pass over prompt and output, then the head in its training form, every slot at once.
+No generation: one target pass over prompt and output, then the head in its training form, every slot at once. Rounds are
+replayed as decoding would make them: a mean over *all* slots would weigh long accepted stretches too much, since
+fewer rounds start inside them.
 """
 
 from collections.abc import Sequence
@@ -9,38 +11,39 @@ from typing import Any
 import torch
 
 from heads.layers import HeadInput
+from heads.replay import accepted_runs, walk_rounds
 from heads.target import Target
+
+Texts = Sequence[tuple[list[int], list[int]]]  # (prompt ids, output ids)
 
 
 @torch.inference_mode()
-def joint_accuracy(target: Target, head: Any, texts: Sequence[tuple[list[int], list[int]]], k: int) -> list[float]:
-    """joint[i] = share of slots whose first i + 1 greedy drafts all equal the text. texts: (prompt, output) ids.
+def slot_runs(target: Target, head: Any, prompt: list[int], output: list[int], k: int) -> list[int]:
+    """Accepted run (0..k) of a greedy chain drafted from each slot, the last prompt token first.
 
-    Slots start at the last prompt token: slot t drafts x_{t+2}, x_{t+3}, ...; a slot counts at step i where the text
-    reaches that far. Example: prompt of 7, output of 5 (x_7..x_11): step 0 has slots 6..9, step 1 slots 6..8.
+    Slot t drafts x_{t+2}, x_{t+3}, ...; a prompt of 7 and an output of 5 (x_7..x_11) have slots 6..9.
     """
-    hits, seen = torch.zeros(k), torch.zeros(k)
-    for prompt, output in texts:
-        text, first = [*prompt, *output], len(prompt) - 1
-        if len(output) < 2:
-            continue
-        ids = torch.tensor([text], device=target.device)
-        T = ids.shape[1]
-        found = target.forward(ids, taps=head.taps)
-        slots = torch.arange(first, T - 2)
-        inputs = HeadInput(
-            last=found.last,
-            taps=found.taps,
-            embeddings=target.embed(ids),
-            positions=torch.arange(T).unsqueeze(0),
-            documents=torch.zeros(1, T, dtype=torch.long),
-            slots=slots.unsqueeze(0),
-        )
-        right = torch.ones(len(slots), dtype=torch.bool)
-        for step, hidden in enumerate(head(inputs, k)):
-            reach = slots + 2 + step < T
-            drafted = head.to_target(head.logits(hidden[0], step).argmax(-1))
-            right = right & reach & (drafted == ids[0, (slots + 2 + step).clamp(max=T - 1)])
-            hits[step] += right.sum()
-            seen[step] += reach.sum()
-    return [h / s if s else 0.0 for h, s in zip(hits.tolist(), seen.tolist(), strict=True)]
+    ids = torch.tensor([[*prompt, *output]], device=target.device)
+    T = ids.shape[1]
+    slots = torch.arange(len(prompt) - 1, T - 2, device=ids.device)
+    if not len(slots):
+        return []
+    found = target.forward(ids, taps=head.taps)
+    inputs = HeadInput(
+        last=found.last,
+        taps=found.taps,
+        embeddings=target.embed(ids),
+        positions=torch.arange(T, device=ids.device).unsqueeze(0),
+        documents=torch.zeros(1, T, dtype=torch.long, device=ids.device),
+        slots=slots.unsqueeze(0),
+    )
+    drafts = [head.to_target(head.logits(hidden[0], i).argmax(-1)) for i, hidden in enumerate(head(inputs, k))]
+    where = slots[:, None] + 2 + torch.arange(k, device=ids.device)  # [S, k]
+    correct = torch.stack(drafts, dim=-1) == ids[0, where.clamp(max=T - 1)]
+    return accepted_runs(correct, where < T).tolist()
+
+
+def joint_acceptance(runs: Sequence[Sequence[int]], k: int) -> list[float]:
+    """joint[i]: share of replayed rounds of chains of k that accept more than i; `runs` as slot_runs gives them."""
+    rounds = [a for text in runs for a, _ in walk_rounds([min(r, k) for r in text], len(text) + 1)]
+    return [sum(a > i for a in rounds) / len(rounds) if rounds else 0.0 for i in range(k)]

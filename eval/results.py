@@ -10,7 +10,7 @@ import torch
 from eval import metrics, theory
 from eval.checks import first_difference
 from eval.metrics import Record
-from eval.predict import joint_accuracy
+from eval.predict import joint_acceptance, slot_runs
 from heads.target import Target
 
 Row = dict[str, Any]
@@ -45,32 +45,43 @@ def result_rows(records: Sequence[Record], main_k: int, methods: Sequence[str] =
 
 
 def predict(
-    target: Target, prompts: Prompts, rows: Sequence[Row], records: Sequence[Record], heads: dict[str, Any]
+    target: Target,
+    prompts: Prompts,
+    groups: Sequence[tuple[Row, list[Record]]],
+    records: Sequence[Record],
+    heads: dict[str, Any],
 ) -> None:
-    """Fill in predicted_acceptance_length of the heads' rows.
+    """Fill in predicted_acceptance_length of the heads' rows (route "all"), on the prompts each row was measured on.
 
-    Temperature 0: 1 + sum of joint accuracies on plain's outputs. Above: 1 + sum of products of the recorded alpha (the
-    overlap of p and q for sampled drafts, p of the greedy draft for deterministic ones).
+    Temperature 0: 1 + sum of the joint acceptance of rounds replayed on plain's outputs. Above: 1 + sum of products of
+    the recorded alpha (the overlap of p and q for sampled drafts, p of the greedy draft for deterministic ones).
     """
-    plain = {r["id"]: r["output_ids"] for r in records if r["method"] == "plain" and r["temperature"] == 0}
-    texts = [(p["ids"], plain[p["id"]]) for p in prompts if p["id"] in plain]
+    plain = {_place(r): r["output_ids"] for r in records if r["method"] == "plain" and r["temperature"] == 0}
+    ids = {_place(p): p["ids"] for p in prompts}
     for name, head in heads.items():
-        own = [row for row in rows if row["method"] == name and row["route"] == "all"]
-        longest = max((row["k"] for row in own if row["temperature"] == 0), default=0)
-        joint = joint_accuracy(target, head, texts, longest) if texts and longest else []
-        for row in own:
-            if row["temperature"] == 0:
-                row["predicted_acceptance_length"] = 1 + sum(joint[: row["k"]])
-            else:
-                alphas = row["alpha_sum_min" if row["proposal"] == "sampled" else "alpha_greedy"]
-                if alphas and None not in alphas:
-                    row["predicted_acceptance_length"] = theory.tau_from_conditionals(alphas)
+        own = [(row, held) for row, held in groups if row["method"] == name and row["route"] == "all"]
+        greedy = [(row, held) for row, held in own if row["temperature"] == 0]
+        longest = max((row["k"] for row, _ in greedy), default=0)
+        places = {_place(r) for _, held in greedy for r in held if _place(r) in plain and _place(r) in ids}
+        runs = {place: slot_runs(target, head, ids[place], plain[place], longest) for place in sorted(places)}
+        for row, held in greedy:
+            measured = [runs[_place(r)] for r in held if _place(r) in runs]
+            row["predicted_acceptance_length"] = 1 + sum(joint_acceptance(measured, row["k"]))
+        for row, _ in own:
+            alphas = row["alpha_sum_min" if row["proposal"] == "sampled" else "alpha_greedy"]
+            if row["temperature"] > 0 and alphas and None not in alphas:
+                row["predicted_acceptance_length"] = theory.tau_from_conditionals(alphas)
+
+
+def _place(record: Record) -> tuple[str, int]:
+    """What names a prompt: the conversation and its turn."""
+    return record["id"], record["turn"]
 
 
 def equality(target: Target, prompts: Prompts, records: Sequence[Record]) -> list[dict[str, Any]]:
     """Coupled rules (greedy, match, strict) against plain, token by token; a difference names the logit gap."""
     plain = {metrics.key(r): r for r in records if r["kind"] == "timed" and r["method"] == "plain"}
-    ids_of = {p["id"]: p["ids"] for p in prompts}
+    ids_of = {_place(p): p["ids"] for p in prompts}
     found = []
     for r in records:
         own = plain.get(metrics.key(r))
@@ -78,8 +89,8 @@ def equality(target: Target, prompts: Prompts, records: Sequence[Record]) -> lis
             continue
         at = first_difference(r["output_ids"], own["output_ids"])
         detail = ""
-        if at is not None and r["id"] in ids_of:
-            ids = torch.tensor([[*ids_of[r["id"]], *own["output_ids"][:at]]], device=target.device)
+        if at is not None and _place(r) in ids_of:
+            ids = torch.tensor([[*ids_of[_place(r)], *own["output_ids"][:at]]], device=target.device)
             top = target.logits(target.forward(ids).last[0, -1]).topk(2).values
             detail = f"token {at} differs, the target's two best logits are {float(top[0] - top[1]):.2e} apart"
         what = f"{r['method']} k={r['k']} T={r['temperature']:g} on {r['id']}"

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heads import starts
 from heads.layers import (
     Attention,
     GatedMLP,
@@ -43,7 +44,7 @@ class Eagle3Config:
     draft_vocab_size: int | None = None
     num_kv_heads: int | None = None  # None: the target's
     ttt_steps: int = 3  # J; the paper trains 7
-    init: str = "target"  # 'random' (paper) or 'target' (layer, norms, LM-head rows copied where shapes allow)
+    init: str = "induction"  # random (paper) | target | induction, see heads/starts.py
     max_draft: int = 16
 
 
@@ -95,8 +96,8 @@ class Eagle3(nn.Module):
 
     def __init__(self, config: Eagle3Config, spec: TargetSpec, vocab: tuple[Tensor, Tensor] | None = None) -> None:
         super().__init__()
-        if config.init not in ("target", "random"):
-            raise ValueError(f"head.init={config.init!r} must be 'target' or 'random'")
+        if config.init not in starts.STARTS:
+            raise ValueError(f"head.init={config.init!r} must be one of {', '.join(starts.STARTS)}")
         if config.ttt_steps < 1:
             raise ValueError(f"head.ttt_steps={config.ttt_steps} must be >= 1")
         taps = default_taps(spec.num_layers) if config.taps is None else list(config.taps)
@@ -122,10 +123,9 @@ class Eagle3(nn.Module):
         """EAGLE-3 owns its LM head: nothing to borrow."""
         return self
 
-    def init_from(self, target: Any) -> None:
-        """Copy what fits from the target (config.init == 'target'): see `_copy_target`."""
-        if self.config.init == "target":
-            _copy_target(self, target)
+    def init_from(self, target: Any, ids: Tensor) -> None:
+        """Replace the random start as `config.init` says; ids [1, T] are a text to measure the taps' scale on."""
+        starts.apply(self, target, ids)
 
     def fuse(self, taps: Tensor) -> Tensor:
         """[B, n, taps, H] -> g [B, n, H]."""
@@ -204,17 +204,3 @@ def slot_mask(slots: Tensor, documents: Tensor) -> Tensor:
     T = documents.shape[1]
     same = documents.gather(1, slots)[:, :, None] == documents[:, None, :]
     return (same & (torch.arange(T, device=slots.device) <= slots[:, :, None]))[:, None]
-
-
-def _copy_target(head: Eagle3, target: Any) -> None:
-    """Target start: fc passes the last tap, the layer is the target's layer there, norm and LM-head rows are the target's.
-
-    The embedding half of q, k, v starts at zero: at first the layer is the target's own, then learns to use x_{t+1}.
-    """
-    source = target.layers[min(head.taps[-1], len(target.layers) - 1)]
-    H = head.norm.weight.shape[0]
-    with torch.no_grad():
-        head.fc.weight.zero_()
-        head.fc.weight[:, -H:].copy_(torch.eye(H))
-        weight, _ = target.lm_head(head.target_rows())
-        head.lm_head.weight.copy_(weight)

@@ -2,9 +2,9 @@
 
     head k (k = 1..K):   logits_k(t) = W2_k (h_t + SiLU(W1_k h_t + b_k))   predicts x_{t+1+k}
 
-Step i of this project is head k = i + 1. W1 = 0 and b = 0 at start and W2 a copy of the LM head, so that each head begins
-as the LM head itself. With `shared_lm_head` only the residual blocks are trained and W2 stays the target's LM head (all
-heads of a round then cost one K-row product); own LM heads cost K * D * H parameters.
+Step i of this project is head k = i + 1. W1 = 0 and b = 0 at start and W2 a copy of the LM head, so that each head
+begins as the LM head itself. With `shared_lm_head` only the residual blocks are trained and W2 stays the target's LM
+head (all heads of a round then cost one K-row product); own LM heads cost K * D * H parameters.
 """
 
 import dataclasses
@@ -74,7 +74,7 @@ class Medusa(nn.Module):
         self._lm_head = (weight.detach(), None if bias is None else bias.detach())
         return self
 
-    def init_from(self, target: Any) -> None:
+    def init_from(self, target: Any, ids: Tensor) -> None:
         """Start own LM heads as copies of the target's rows (the paper's start); a shared one has nothing to copy."""
         if self.config.init == "target" and not self.config.shared_lm_head:
             weight, _ = target.lm_head(self.target_rows())
@@ -88,7 +88,7 @@ class Medusa(nn.Module):
         return [self.hidden(h, i) for i in range(steps)]
 
     def hidden(self, last: Tensor, step: int) -> Tensor:
-        for block in self.medusa_heads[step][: self.config.num_layers]:  # type: ignore[index,union-attr]
+        for block in self.medusa_heads[step][: self.config.num_layers]:  # type: ignore[index]
             last = block(last)
         return last
 

@@ -95,6 +95,11 @@ class PackedLinear(nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 8)
         self.packed_bias = None if bias is None else bias.detach()
 
+    @property
+    def weight(self) -> Tensor:
+        """The plain weight again, bit for bit: a head may start as a copy of it."""
+        return self.packed.to_dense()
+
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.packed_bias, "none", [], "")
 

@@ -12,7 +12,7 @@ from tiny_chat import byte_tokenizer
 
 from data.answers import load_given, training_rows
 from data.generate import generate, sample, uniforms
-from data.prompts import Row
+from data.prompts import to_row
 from data.regenerate import Answers, Limits, Prompt, RegenerateSettings, answerable, to_prompt
 from data.template import ChatFormat
 from heads.target import Target
@@ -33,10 +33,8 @@ def target() -> Target:
 def prompts(target: Target, count: int = 7) -> list[Prompt]:
     chat, limits = ChatFormat(target.tokenizer), Limits(256, 256)
     turns = [[f"prompt {'x' * n}"] + ["more"] * (n % 2) for n in range(count)]
-    rows = [Row("f", n, f"id{n}", "r", [{"role": "user", "content": t} for t in ts]) for n, ts in enumerate(turns)]
-    split_at_users = [[[m] for m in row.messages] for row in rows]
-    made = [to_prompt(chat, row, f"{n:064x}", "train", limits) for n, row in enumerate(rows)]
-    return [Prompt(p.row, p.key, p.split, steps, p.first_ids) for p, steps in zip(made, split_at_users, strict=True)]
+    rows = [to_row("f", "f", n, {"id": f"id{n}", "turns": ts}) for n, ts in enumerate(turns)]
+    return [to_prompt(chat, row, f"{n:064x}", "train", limits) for n, row in enumerate(rows)]
 
 
 def answers(target: Target, folder: Path, settings: RegenerateSettings = SETTINGS) -> Answers:
@@ -88,7 +86,9 @@ def test_any_interruption_resumes_to_the_same_bytes_in_row_order(
 ) -> None:
     asked = prompts(target)
     whole = answers(target, tmp_path / "whole").make(asked).read_bytes()
-    assert [json.loads(line)["id"] for line in whole.splitlines()] == [p.row.id for p in asked]
+    made = [json.loads(line) for line in whole.splitlines()]
+    assert [row["id"] for row in made] == [p.row.id for p in asked]
+    assert [len(row["turns"]) for row in made] == [1 + n % 2 for n in range(len(asked))]
     interrupted = answers(target, tmp_path / "cut")
     partial = _partial_file(interrupted, asked)
     for cut in [0, len(partial) - 1, *random.Random(0).sample(range(len(partial)), 10)]:
@@ -158,6 +158,31 @@ def test_turns_that_the_target_can_answer() -> None:
     assert answerable([u, a, u, call, t, a, u]) == [[u], [u]]
     assert answerable([s]) == [] and answerable([]) == []
     assert answerable([a, u]) == [[a, u]]
+    assert answerable([s, u, u], turn_by_turn=True) == [[s, u], [u]]
+
+
+def test_each_of_several_turns_is_answered_after_the_targets_own_answer(target: Target, tmp_path: Path) -> None:
+    (row,) = [
+        json.loads(line) for line in answers(target, tmp_path).make(prompts(target)[1:2]).read_text().splitlines()
+    ]
+    first, second = (target.tokenizer.decode(turn["prompt_ids"]) for turn in row["turns"])
+    ended = row["turns"][0]["finish"] == "stop"
+    own = target.tokenizer.decode(row["turns"][0]["output_ids"][: -1 if ended else None])
+    assert first == "<|im_start|>user\nprompt x<|im_end|>\n<|im_start|>assistant\n"
+    assert second == f"{first}{own}<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_given_answers_that_merge_or_miss_turns_are_left_out_and_made_anew(
+    target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = prompts(target, 4)
+    made_by = answers(target, tmp_path)
+    rows = [json.loads(line) for line in made_by.make(asked).read_text().splitlines()]
+    rows[1]["turns"], rows[2]["turns"][0]["prompt_ids"] = rows[1]["turns"][:1], [1, 2, 3]
+    (tmp_path / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = load_given(tmp_path / "given.jsonl", made_by, asked)
+    assert sorted(given) == [asked[0].key, asked[3].key]
+    assert "2 answers of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """One loop: speculative output equals plain output, whatever drafts; ends and budgets hold inside an accepted run."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -265,3 +266,21 @@ def test_an_analytic_eagle3_head_is_fully_accepted_at_every_step() -> None:
         head.lm_head.weight[perm] = E
     runs = [generate(target, drafter_for(head, target), p, Decoding(k=3, max_new_tokens=48)) for p in PROMPTS]
     assert counted(runs, 3) == (36, [36, 36, 36])
+
+
+@torch.no_grad()
+def test_no_proposal_is_an_id_the_tokenizer_lacks() -> None:
+    """Vocabulary padded to 64 while the tokenizer has 61 ids."""
+    target = tiny_target(layers=4)
+    target.spec = dataclasses.replace(target.spec, tokenizer_size=61)
+    head = eagle3(target)
+    with torch.no_grad():
+        head.lm_head.weight[61:] *= 100  # logits of the padding rows dwarf the others, with either sign
+    drafter = drafter_for(head, target)
+    for sampled in (False, True):
+        ask = Ask(sampled, Warpers(1.0), torch.Generator().manual_seed(0), with_probs=True)
+        for last in range(2, 60, 5):
+            drafter.start(PROMPT, last, target.forward(torch.tensor([PROMPT]), taps=drafter.taps))
+            proposal = drafter.propose(4, ask)
+            assert proposal.probs is not None
+            assert int(proposal.tokens.max()) < 61 and float(proposal.probs[:, 61:].sum()) == 0

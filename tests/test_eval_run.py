@@ -12,11 +12,13 @@ from tiny import tiny_target
 from data.rows import DataRow
 from eval import plan, records
 from eval.__main__ import compare
-from eval.drafters.head import untrained
+from eval.drafters.head import drafter_for, untrained
+from eval.generate import Decoding, generate
 from eval.plan import EvalSettings
-from eval.predict import joint_accuracy
+from eval.predict import joint_acceptance, slot_runs
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.medusa import Medusa, MedusaConfig
+from heads.replay import walk_rounds
 from heads.target import Target
 
 
@@ -163,24 +165,17 @@ def test_a_damaged_record_names_file_and_line(tmp_path: Path) -> None:
         records.RecordFile(tmp_path / "records.jsonl")
 
 
-def test_offline_joint_accuracy_equals_drafting_from_every_slot() -> None:
-    """The training form over a whole text against the decoder's own proposals, slot by slot."""
-    from eval.drafter import Ask
-    from eval.drafters.head import drafter_for
-    from eval.warpers import Warpers
-
+def test_replayed_rounds_equal_the_rounds_decoding_makes() -> None:
+    """The training form over plain's own output against cached drafting, round by round."""
     target = tiny_target(layers=4, vocab_size=6)
-    prompt, output = [2, 5, 3], [4, 2, 5, 5, 2, 3, 4, 4, 2]
-    text, k, ask = [*prompt, *output], 3, Ask(False, Warpers(), torch.Generator())
+    prompt, k = [2, 5, 3], 3
+    plain = generate(target, None, prompt, Decoding(max_new_tokens=24)).output_ids
+    accepted = 0
     for head in heads(target).values():
-        drafter, hits, seen = drafter_for(head, target), [0] * k, [0] * k
-        for slot in range(len(prompt) - 1, len(text) - 2):
-            drafter.start(
-                text[: slot + 1], text[slot + 1], target.forward(torch.tensor([text[: slot + 1]]), taps=head.taps)
-            )
-            drafted = drafter.propose(k, ask).tokens.tolist()
-            for i in range(min(k, len(text) - slot - 2)):
-                seen[i] += 1
-                hits[i] += drafted[: i + 1] == text[slot + 2 : slot + 3 + i]
-        found = joint_accuracy(target, head, [(prompt, output)], k)
-        assert found == pytest.approx([h / s for h, s in zip(hits, seen, strict=True)]) and sum(hits) > 0
+        steps = generate(target, drafter_for(head, target), prompt, Decoding(k=k, max_new_tokens=24)).steps
+        runs = slot_runs(target, head, prompt, plain, k)
+        assert [a for a, _ in walk_rounds(runs, len(plain))] == [a for _, a in steps]
+        joint = joint_acceptance([runs], k)
+        assert joint == pytest.approx([sum(a > i for _, a in steps) / len(steps) for i in range(k)])
+        accepted += sum(a for _, a in steps)
+    assert accepted > 0, "a comparison of nothing but rejections proves little"

@@ -1,4 +1,4 @@
-"""The Medusa folder (vLLM up to 0.32): a shared LM head is written along, a reduced vocabulary becomes the whole one."""
+"""The Medusa folder (vLLM up to 0.32): a shared LM head is written along, a reduced vocabulary becomes whole."""
 
 import dataclasses
 import json
@@ -86,7 +86,11 @@ def test_files_and_config_are_those_of_the_contract(tmp_path: Path, loaded: tupl
     }
     assert [key for key in config if "num" in key and "heads" in key] == ["medusa_num_heads"]
     tensors = {name: list(value.shape) for name, value in load_file(out / "model.safetensors").items()}
-    linear = {f"medusa_heads.{i}.0.linear.{part}": size for i in range(2) for part, size in (("weight", [32, 32]), ("bias", [32]))}
+    linear = {
+        f"medusa_heads.{i}.0.linear.{part}": size
+        for i in range(2)
+        for part, size in (("weight", [32, 32]), ("bias", [32]))
+    }
     assert tensors == {**linear, "lm_head.weight": [263, 32]}
 
 
@@ -97,13 +101,17 @@ def test_the_card_says_what_the_format_cannot(tmp_path: Path, loaded: tuple[Targ
     assert '"method": "medusa"' in text and '"num_speculative_tokens": 5' in text
 
 
-def test_own_lm_heads_over_a_reduced_vocabulary_are_refused(tmp_path: Path, loaded: tuple[Target, dict[str, Any]]) -> None:
+def test_own_lm_heads_over_a_reduced_vocabulary_are_refused(
+    tmp_path: Path, loaded: tuple[Target, dict[str, Any]]
+) -> None:
     with pytest.raises(ValueError, match="the format has no draft vocabulary"):
         exported(tmp_path, loaded, medusa(loaded[0], shared_lm_head=False, draft=DRAFT))
     assert not (tmp_path / "out").exists()
 
 
-def test_another_target_by_now_or_an_unknown_one_is_refused(tmp_path: Path, loaded: tuple[Target, dict[str, Any]]) -> None:
+def test_another_target_by_now_or_an_unknown_one_is_refused(
+    tmp_path: Path, loaded: tuple[Target, dict[str, Any]]
+) -> None:
     head = medusa(loaded[0])
     folder = run_folder(tmp_path / "run", loaded[0], head)
     with pytest.raises(ValueError, match="does not say how its target is loaded"):

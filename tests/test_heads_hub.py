@@ -35,21 +35,24 @@ def test_a_medusa_folder_holds_no_tensor_of_the_target(tmp_path: Path) -> None:
     target = tiny_target(layers=5)
     save_head(tmp_path, medusa(target, num_heads=2), target.spec, {})
     names = set(load_file(tmp_path / "head.safetensors"))
-    assert names == {f"medusa_heads.{i}.0.linear.{part}" for i in range(2) for part in ("weight", "bias")} | {"d2t", "t2d"}
+    assert names == {f"medusa_heads.{i}.0.linear.{part}" for i in range(2) for part in ("weight", "bias")} | {
+        "d2t",
+        "t2d",
+    }
 
 
 def test_eagle3_tensors_bear_the_names_engines_load() -> None:
     head = eagle3(tiny_target(layers=5), draft=DRAFT, num_kv_heads=1)
-    H, I, Q, KV, D, V = 32, 64, 32, 8, 5, 64
+    H, M, Q, KV, D, V = 32, 64, 32, 8, 5, 64
     expected = {
         "fc.weight": [H, 3 * H],
         "midlayer.self_attn.q_proj.weight": [Q, 2 * H],
         "midlayer.self_attn.k_proj.weight": [KV, 2 * H],
         "midlayer.self_attn.v_proj.weight": [KV, 2 * H],
         "midlayer.self_attn.o_proj.weight": [H, Q],
-        "midlayer.mlp.gate_proj.weight": [I, H],
-        "midlayer.mlp.up_proj.weight": [I, H],
-        "midlayer.mlp.down_proj.weight": [H, I],
+        "midlayer.mlp.gate_proj.weight": [M, H],
+        "midlayer.mlp.up_proj.weight": [M, H],
+        "midlayer.mlp.down_proj.weight": [H, M],
         "midlayer.input_layernorm.weight": [H],
         "midlayer.hidden_norm.weight": [H],
         "midlayer.post_attention_layernorm.weight": [H],

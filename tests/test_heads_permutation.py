@@ -37,7 +37,7 @@ def target_of() -> tuple[Target, Tensor]:
         for layer in target.layers:
             layer.self_attn.o_proj.weight.zero_()  # type: ignore[union-attr,operator]
             layer.mlp.down_proj.weight.zero_()  # type: ignore[union-attr,operator]
-        target.norm.weight.fill_(1.0)  # type: ignore[union-attr,operator]
+        target.norm.weight.fill_(1.0)  # type: ignore[operator]
         target.model.get_input_embeddings().weight.copy_(E)
         target.head.weight.copy_(E[permutation(-1)])
     target.eos_ids = frozenset()
@@ -67,7 +67,7 @@ def medusa_head(target: Target, E: Tensor, wrong_third: bool = False) -> Medusa:
     with torch.no_grad():
         for i in range(K):
             power = 2 + i + (1 if wrong_third and i == 2 else 0)
-            head.medusa_heads[i][-1].weight.copy_(E[permutation(-power)])  # type: ignore[index,union-attr,operator]
+            head.medusa_heads[i][-1].weight.copy_(E[permutation(-power)])  # type: ignore[index]
     return head.attach(target).eval()
 
 

@@ -14,7 +14,7 @@ from toys import eagle3, head_input, medusa, tokens
 
 from heads import eagle3 as eagle3_file
 from heads.eagle3 import Eagle3, shift, slot_mask
-from heads.layers import LayerCache
+from heads.layers import LayerCache, unrolled_attention
 from heads.target import Target
 
 J, T = 4, 13
@@ -28,7 +28,7 @@ def unrolled(target: Target, head: Eagle3, ids: Tensor) -> list[Tensor]:
 
 
 def drafted(target: Target, head: Eagle3, ids: Tensor, slot: int) -> list[Tensor]:
-    """Decoding: prefill slots 0..slot, then feed the head its own output; the tokens are the same teacher-forced ones."""
+    """Decoding: prefill slots 0..slot, then feed the head its own output; the tokens are the same ones."""
     output, cache = target.forward(ids, taps=head.taps), LayerCache(ids.shape[0])
     assert output.taps is not None
     with torch.no_grad():
@@ -112,9 +112,11 @@ def test_inputs_shifted_by_one_would_show(monkeypatch: pytest.MonkeyPatch) -> No
 def test_own_keys_of_earlier_steps_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target(layers=5)
     head = eagle3(target, std=0.3)
-    attention = eagle3_file.unrolled_attention
+    attention = unrolled_attention
     monkeypatch.setattr(
-        eagle3_file, "unrolled_attention", lambda q, k, v, mask, keys, values: attention(q, k, v, mask, keys[-1:], values[-1:])
+        eagle3_file,
+        "unrolled_attention",
+        lambda q, k, v, mask, keys, values: attention(q, k, v, mask, keys[-1:], values[-1:]),
     )
     assert largest_difference(target, head, tokens(1, T)) > 100 * TOLERANCE
 
@@ -155,7 +157,9 @@ def test_feeding_slots_in_pieces_and_rolling_back_changes_nothing() -> None:
     target = tiny_target(layers=5)
     head = eagle3(target, std=0.3)
     ids = tokens(2, T)
-    g, embeddings = head.fuse(target.forward(ids, taps=head.taps).taps), shift(target.embed(ids), 1)
+    taps = target.forward(ids, taps=head.taps).taps
+    assert taps is not None
+    g, embeddings = head.fuse(taps), shift(target.embed(ids), 1)
     with torch.no_grad():
         whole = head.advance(LayerCache(2), g[:, :12], embeddings[:, :12])
         cache = LayerCache(2)

@@ -126,8 +126,10 @@ def test_tied_target_keeps_the_draft_lm_head_its_own(shared: Path, tmp_path: Pat
     target = build(shared, "tied-embeddings")
     draft = list(range(0, 256, 4))
     head = head_of(target, draft=draft)
-    head.init_from(target)
-    assert target.spec.tie_word_embeddings and torch.equal(target.lm_head()[0], target.model.get_input_embeddings().weight)
+    head.init_from(target, tokens(1, 20, vocab_size=264))
+    assert target.spec.tie_word_embeddings and torch.equal(
+        target.lm_head()[0], target.model.get_input_embeddings().weight
+    )
     embedding = target.model.get_input_embeddings().weight.clone()
     one_step(target, head)
     again = roundtrip(tmp_path, target, head)

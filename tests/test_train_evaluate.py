@@ -12,10 +12,10 @@ from eval.drafters.head import drafter_for
 from eval.generate import Decoding, generate
 from heads.eagle3 import Eagle3
 from heads.layers import LayerCache
+from heads.replay import accepted_runs, walk_rounds
 from heads.target import Target
 from train.evaluate import Tally, evaluate
 from train.objective import LossSettings, Objective
-from train.unroll import accepted_runs, walk_rounds
 
 K = 3
 
@@ -53,7 +53,9 @@ def test_the_predicted_acceptance_length_is_the_measured_one(make: Any, k: int, 
     rows, steps = answered(target, new_tokens), []
     for row in rows:
         start, _ = row["spans"][0]
-        found = generate(target, drafter_for(head, target), row["ids"][:start], Decoding(k=k, max_new_tokens=new_tokens))
+        found = generate(
+            target, drafter_for(head, target), row["ids"][:start], Decoding(k=k, max_new_tokens=new_tokens)
+        )
         assert found.output_ids == row["ids"][start:]
         steps += found.steps
     tally = tally_of(target, head, rows, k, new_tokens)

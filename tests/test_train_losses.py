@@ -46,6 +46,7 @@ def test_losses_are_zero_when_the_draft_is_the_target_and_positive_else(name: st
 def test_gradient_of_kl_is_q_minus_p() -> None:
     draft, target = torch.randn(5, 7, requires_grad=True), torch.randn(5, 7)
     LOSSES["kl"](draft, target).sum().backward()
+    assert draft.grad is not None
     assert torch.allclose(draft.grad, draft.detach().softmax(-1) - target.softmax(-1), atol=1e-6)
 
 

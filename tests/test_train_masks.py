@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tiny import tiny_target
 from torch import Tensor
 from toys import batch_of, eagle3, head_input, tokens
 
@@ -13,7 +15,6 @@ from heads.target import Target
 from train.batches import batch_at, collate, epoch_order, share
 from train.objective import slot_counts
 from train.unroll import at_slots, pick_slots, step_mask
-from tiny import tiny_target
 
 
 def supervised(spans: list[tuple[int, int]], length: int) -> Tensor:
@@ -50,7 +51,7 @@ def labels(ids: Tensor, asst: Tensor, step: int) -> list[int]:
 
 
 def test_the_slot_of_the_last_prompt_token_is_trained_and_none_past_the_answer() -> None:
-    """Prompt 0..4, answer 5..8: decoding starts to draft from slot 4; slot 6 + j would look past the end of the turn."""
+    """Prompt 0..4, answer 5..8: decoding starts to draft from slot 4; slot 7 would look past the end of the turn."""
     asst = supervised([(5, 9)], 12)
     assert [trained(asst, j) for j in range(4)] == [[4, 5, 6], [4, 5], [4], []]
     # the well-known off-by-one masks with asst[t]: it drops slot 4 and keeps two slots past the end
@@ -114,7 +115,12 @@ def rotary_positions(target: Target, ids: Tensor, steps: int) -> tuple[HeadInput
     head = eagle3(target)
     seen: list[list[int]] = []
     compute = head.rotary.forward
-    head.rotary.forward = lambda x, position_ids: (seen.append(position_ids[0].tolist()), compute(x, position_ids))[1]
+
+    def watched(x: Tensor, position_ids: Tensor) -> Any:
+        seen.append(position_ids[0].tolist())
+        return compute(x, position_ids)
+
+    head.rotary.forward = watched
     inputs = head_input(target, head, ids)
     head(inputs, steps)
     return inputs, seen
@@ -205,7 +211,11 @@ def test_case_last_partial_window(shared: Path) -> None:
 def test_case_resume_same_order(shared: Path) -> None:
     """The order is a function of the step alone, so stopping anywhere cannot change it; epochs differ."""
     case = numeric(shared, "resume-same-order")
-    lengths, size, per_epoch = list(range(4, 4 + case["samples"])), case["batch_size"], case["samples"] // case["batch_size"]
+    lengths, size, per_epoch = (
+        list(range(4, 4 + case["samples"])),
+        case["batch_size"],
+        case["samples"] // case["batch_size"],
+    )
     whole = [batch_at(lengths, size, case["seed"], n) for n in range(per_epoch * case["epochs"])]
     for stop in case["interrupt_after_batches"]:
         resumed = [batch_at(lengths, size, case["seed"], n) for n in range(stop, len(whole))]

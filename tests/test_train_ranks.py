@@ -75,7 +75,13 @@ def launched(tmp_path_factory: pytest.TempPathFactory, root: Path, python: str) 
     """The folder two ranks left."""
     folder = tmp_path_factory.mktemp("ranks")
     paths = f"{root}{os.pathsep}{root / 'tests'}"
-    common = {**os.environ, "PYTHONPATH": paths, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common = {
+        **os.environ,
+        "PYTHONPATH": paths,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     code = f"import conftest, test_train_ranks; test_train_ranks.worker({str(folder)!r})"
     ranks = [
         subprocess.Popen(

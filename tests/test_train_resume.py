@@ -1,6 +1,5 @@
-"""N steps, a stop and N steps more equal 2N steps bit for bit; SIGTERM saves and leaves cleanly; bad steps are skipped."""
+"""N steps, a stop and N steps more equal 2N steps bit for bit; SIGTERM saves and leaves; bad steps are skipped."""
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -17,7 +16,7 @@ from train import checkpoint
 from train.loop import Loop, Stopped, TrainSettings
 from train.track import Track, read_log
 
-STEPS = {"steps": 8, "eval_every": 3, "save_every": 8}
+STEPS: dict[str, Any] = {"steps": 8, "eval_every": 3, "save_every": 8}
 
 
 def heads_of(name: str) -> Any:
@@ -46,7 +45,7 @@ def stop_after(loop: Loop, step: int) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         return inner(*args)
 
-    loop._step = stepping  # type: ignore[method-assign]
+    loop._step = stepping  # type: ignore[method-assign,assignment]
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
@@ -97,11 +96,15 @@ def test_a_checkpoint_holds_the_head_and_no_target_tensor(tmp_path: Path) -> Non
     _, head, optimizer = checkpoint_of(tmp_path)
     assert set(head) == set(loop.head.state_dict())
     parameters = [p for p in loop.head.parameters() if p.requires_grad]
-    assert set(optimizer) == {"rng"} | {f"{i}.{k}" for i in range(len(parameters)) for k in ("step", "exp_avg", "exp_avg_sq")}
+    assert set(optimizer) == {"rng"} | {
+        f"{i}.{k}" for i in range(len(parameters)) for k in ("step", "exp_avg", "exp_avg_sq")
+    }
 
 
 def test_a_run_killed_without_a_checkpoint_starts_its_log_anew(tmp_path: Path) -> None:
-    (tmp_path / "log.jsonl").write_text('{"step": 0, "split": "heldout"}\n{"step": 1, "split": "train"}\n{"step": 2, "spl')
+    (tmp_path / "log.jsonl").write_text(
+        '{"step": 0, "split": "heldout"}\n{"step": 1, "split": "train"}\n{"step": 2, "spl'
+    )
     train(tmp_path, **{**STEPS, "steps": 2})
     assert [(line["step"], line["split"]) for line in log_of(tmp_path)] == [
         (0, "heldout"),
@@ -139,7 +142,7 @@ def poison(loop: Loop, bad_steps: set[int]) -> None:
             loss, metrics["loss"] = loss * float("nan"), metrics["loss"] * float("nan")
         return loss, metrics
 
-    loop.objective.forward = forward  # type: ignore[method-assign]
+    loop.objective.forward = forward  # type: ignore[method-assign,assignment]
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path) -> None:
@@ -152,7 +155,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path) -> Non
         inner(*args)
         seen.append(weights(loop.head))
 
-    loop._apply = applying  # type: ignore[method-assign]
+    loop._apply = applying  # type: ignore[method-assign,assignment]
     state = loop.run()
     assert state.skipped == 1 and state.bad_in_a_row == 0 and state.step == 8
     assert largest_gap(seen[0], seen[1]) == 0.0 and largest_gap(seen[1], seen[2]) > 0.0
@@ -188,15 +191,22 @@ def test_log_lines_after_the_checkpoint_are_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("steps", 0), ("batch_size", 0), ("micro_batch_size", -1), ("predict_k", 0), ("predict_tokens", 1)]
+    ("name", "value"),
+    [("steps", 0), ("batch_size", 0), ("micro_batch_size", -1), ("predict_k", 0), ("predict_tokens", 1)],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"train.{name}={value}"):
         TrainSettings(**{name: value})  # type: ignore[arg-type]
 
 
+GOLDEN = [
+    3.2964, 2.9859, 2.9658, 2.7523, 2.6895, 2.8186, 2.4058, 2.7370, 2.4036, 2.2766,
+    2.6478, 2.2639, 2.6093, 2.1467, 2.2104, 2.1185, 2.5738, 2.1909, 2.1892, 2.5699,
+]  # fmt: skip
+
+
 def test_twenty_steps_give_the_losses_they_always_gave(tmp_path: Path) -> None:
-    """A change that is meant to leave the arithmetic alone shows the same numbers here."""
+    """A change that is meant to leave the arithmetic alone shows the same numbers; one that is not updates the list."""
     train(tmp_path, rows=conversations(12), steps=20, eval_every=20, lr=5e-3)
-    losses = [round(line["loss"], 4) for line in log_of(tmp_path) if line["split"] == "train"]
-    assert json.dumps(losses) == json.dumps(losses)
+    losses = [line["loss"] for line in log_of(tmp_path) if line["split"] == "train"]
+    assert losses == pytest.approx(GOLDEN, abs=3e-3)  # other processors round otherwise

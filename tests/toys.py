@@ -96,7 +96,9 @@ def settings(**changed: Any) -> TrainSettings:
     return TrainSettings(**{**few, "predict_tokens": 16, "wandb": "disabled", **changed}, loss=loss, optim=optim)
 
 
-def loop_of(folder: Path, target: Target | None = None, head: Any = None, rows: list[Row] | None = None, **changed: Any) -> Loop:
+def loop_of(
+    folder: Path, target: Target | None = None, head: Any = None, rows: list[Row] | None = None, **changed: Any
+) -> Loop:
     """A training run on CPU: EAGLE-3 on tiny llama and 12 conversations unless told."""
     torch.manual_seed(0)
     target = target or tiny_target(layers=4)

@@ -95,9 +95,9 @@ def prepare(settings: TrainRun, target: Target, manifest: dict[str, Any], folder
     head = build_head(
         dataclasses.asdict(settings.head), target.spec, vocabulary(settings.head, counts, manifest, target, folder)
     )
-    head.init_from(target)
-    ids = torch.tensor([data.train[0]["ids"][:128]])
-    target.check_parity(ids.to(target.device))
+    ids = torch.tensor([data.train[0]["ids"][:128]], device=target.device)
+    target.check_parity(ids)
+    head.init_from(target, ids)
     if settings.train.features == "captured":
         data.train_store = _store(settings, "train", target, head.taps)
         data.heldout_store = _store(settings, "heldout", target, head.taps)
@@ -117,8 +117,8 @@ def _store(settings: TrainRun, split: str, target: Target, taps: tuple[int, ...]
     if not (folder / "index.json").is_file():
         raise ValueError(
             f"{folder}: no captured features of {settings.dataset} with taps {stored} in {dtype}; make them "
-            f"with python -m data and data.capture.enabled=true 'data.capture.taps={stored}' data.capture.dtype={dtype}, or set "
-            "train.features=online"
+            f"with python -m data data.capture.enabled=true 'data.capture.taps={stored}' data.capture.dtype={dtype}, "
+            "or set train.features=online"
         )
     return PickedTaps(Store(folder, target.spec, stored), stored, taps)
 
@@ -134,7 +134,7 @@ def vocabulary(
     if found is not None:
         tensors = load_file(found / "head.safetensors")
         return tensors["d2t"], tensors["t2d"]
-    d2t, t2d = vocab.build(counts, size, manifest["special_ids"])
+    d2t, t2d = vocab.build(counts, size, manifest["special_ids"], target.spec.tokenizer_size)
     share = vocab.coverage(counts, t2d)
     print(f"train: draft vocabulary of {size} ids covers {share:.2%} of the training answers", file=sys.stderr)
     return d2t, t2d

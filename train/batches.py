@@ -45,8 +45,9 @@ class Batch:
     taps: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
-        moved = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return Batch(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()})
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        moved: dict[str, Any] = {name: value.to(device) for name, value in fields.items() if isinstance(value, Tensor)}
+        return dataclasses.replace(self, **moved)
 
 
 def collate(rows: list[dict[str, Any]], numbers: list[int], store: FeatureStore | None = None) -> Batch:

@@ -5,9 +5,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from heads.replay import accepted_runs, walk_rounds
 from train.batches import Batch
 from train.objective import Objective
-from train.unroll import accepted_runs, at_slots, pick_slots, step_mask, walk_rounds
+from train.unroll import at_slots, pick_slots, step_mask
 
 _CHUNK = 256  # slots per full-vocabulary softmax: 256 * 49,152 * 4 bytes = 50 MB
 

@@ -7,7 +7,7 @@ two are never mixed, in wandb they stand under `train/` and `heldout/`.
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 
@@ -62,5 +62,10 @@ def _wandb(folder: Path, name: str, settings: dict[str, Any], mode: str) -> Any:
     if mode == "auto":
         mode = "online" if wandb.api.api_key and os.environ.get("WANDB_MODE") != "offline" else "offline"
     return wandb.init(
-        project="drafthead", name=name, dir=str(folder), mode=mode, config=settings, settings={"silent": True}
+        project="drafthead",
+        name=name,
+        dir=str(folder),
+        mode=cast(Any, mode),
+        config=settings,
+        settings={"silent": True},
     )

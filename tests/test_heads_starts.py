@@ -1,0 +1,122 @@
+"""What each start of a head claims: which tensors are the target's, and that `induction` is an in-context bigram."""
+
+import pytest
+import torch
+from tiny import tiny_target
+from torch import Tensor
+from toys import TAPS, head_input, largest_gap, medusa, tokens, vocabulary, weights
+
+from heads.eagle3 import Eagle3, Eagle3Config, shift
+from heads.layers import rotate
+from heads.target import Target
+
+DRAFT = [0, 3, 4, 9, 15, 40]
+
+
+def started(target: Target, init: str, draft: list[int] | None = None, kv_heads: int | None = None) -> Eagle3:
+    torch.manual_seed(0)
+    size, vocab = (None, None) if draft is None else (len(draft), vocabulary(draft, target.spec.vocab_size))
+    config = Eagle3Config(taps=TAPS, init=init, draft_vocab_size=size, num_kv_heads=kv_heads)
+    head = Eagle3(config, target.spec, vocab)
+    head.init_from(target, tokens(1, 20, vocab_size=target.spec.vocab_size))
+    return head.attach(target).eval()
+
+
+def echo_target(tied: bool, kv_heads: int) -> Target:
+    """A residual stream that is the embedding all the way up, with attention heads as wide as real ones."""
+    wide = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": kv_heads, "head_dim": 64}
+    target = tiny_target("llama", vocab_size=200, layers=5, tie_word_embeddings=tied, **wide)
+    with torch.no_grad():
+        for name, parameter in target.model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.zero_()
+    return target
+
+
+def look_back(head: Eagle3, target: Target, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """(attention [heads, T, T] of step 0, tokens [T] that its output alone would draft)."""
+    inputs, layer, attn = head_input(target, head, ids), head.midlayer, head.midlayer.self_attn
+    assert inputs.taps is not None
+    g = head.fuse(inputs.taps)
+    mixed = layer.mix(shift(inputs.embeddings, 1), g)
+    cos, sin = head.rotary(g, inputs.positions)
+    query, key = (rotate(attn.split(mixed, p), cos, sin) for p in (attn.q_proj, attn.k_proj))
+    scores = query @ attn.expand(key).transpose(-1, -2) / attn.head_dim**0.5
+    future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
+    attention = scores.masked_fill(future, float("-inf")).softmax(-1)
+    written = attn.join(attention @ attn.expand(attn.split(mixed, attn.v_proj)))
+    return attention[0], head.to_target(head.logits(written).argmax(-1))[0]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@torch.no_grad()
+def test_induction_looks_at_what_followed_the_same_token_before(tied: bool, kv_heads: int) -> None:
+    """26 different tokens, said twice: slot t finds x_{t+1} where it stood 26 positions ago and drafts its successor."""
+    target = echo_target(tied, kv_heads)
+    once = torch.randperm(190, generator=torch.Generator().manual_seed(3))[:26] + 2
+    ids = torch.cat([once, once])[None]
+    head = started(target, "induction")
+    attention, drafts = look_back(head, target, ids)
+    slots = torch.arange(26, 50)
+    share = attention[:, slots, slots + 1 - 26]
+    assert float(share.mean()) > 0.8, "nearly all attention lies on the match"
+    assert bool((attention[:, slots].argmax(-1) == slots + 1 - 26).all())
+    assert float((drafts[slots] == ids[0, slots + 2]).float().mean()) > 0.75
+    random_attention, _ = look_back(started(target, "random"), target, ids)
+    assert float(random_attention[:, slots, slots + 1 - 26].mean()) < 0.2
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("init", ["target", "induction"])
+@pytest.mark.parametrize("draft", [None, DRAFT])
+@torch.no_grad()
+def test_norm_and_lm_head_rows_start_as_the_targets(kind: str, init: str, draft: list[int] | None) -> None:
+    """The draft logits then have the shape of the target's own: Gemma's norm counts from 1."""
+    target = tiny_target(kind, layers=5)
+    head = started(target, init, draft)
+    state = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
+    raw = torch.nn.functional.linear(target.norm(state), target.head.weight)
+    raw = raw if draft is None else raw[:, draft]
+    ours = head.logits(state)
+    scale = float((ours / raw).median())
+    assert 0.1 < scale <= 1.0
+    assert torch.allclose(ours, scale * raw, atol=1e-3)
+
+
+def test_target_start_holds_the_last_layers_projections_and_ignores_the_embedding() -> None:
+    target = tiny_target("llama", layers=5)
+    head, last = started(target, "target"), target.model.model.layers[-1]
+    attn, H = head.midlayer.self_attn, 32
+    for own, theirs in ((attn.q_proj, "q_proj"), (attn.k_proj, "k_proj"), (attn.v_proj, "v_proj")):
+        assert torch.equal(own.weight[:, H:], getattr(last.self_attn, theirs).weight)
+        assert not bool(own.weight[:, :H].any())
+    assert torch.equal(attn.o_proj.weight, last.self_attn.o_proj.weight)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        assert torch.equal(getattr(head.midlayer.mlp, name).weight, getattr(last.mlp, name).weight)
+    wider = started(target, "target", kv_heads=4).midlayer.self_attn.k_proj.weight[:, H:]
+    assert torch.equal(wider.view(2, 2, 8, H)[:, 0], wider.view(2, 2, 8, H)[:, 1]), "each served two query heads"
+
+
+def test_random_start_is_the_papers_and_reads_nothing_of_the_target() -> None:
+    one, two = (started(tiny_target("llama", layers=5, seed=seed), "random") for seed in (0, 1))
+    assert largest_gap(weights(one), weights(two)) == 0.0
+    assert float(one.midlayer.mlp.up_proj.weight.std()) == pytest.approx(0.02, rel=0.1)
+
+
+@pytest.mark.parametrize("init", ["target", "induction"])
+def test_a_packed_target_gives_the_same_start(init: str) -> None:
+    """Packing for speed takes the weights out of reach of whoever copies them."""
+    plain, packed = tiny_target("llama", layers=5), Target(tiny_target("llama", layers=5).model, packed=True)
+    assert largest_gap(weights(started(plain, init)), weights(started(packed, init))) < 1e-5
+
+
+@torch.no_grad()
+def test_medusa_starts_as_the_lm_head_itself() -> None:
+    target = tiny_target("llama", layers=3)
+    last = target.forward(tokens(1, 6)).last[0]
+    for shared in (True, False):
+        head = medusa(target, num_heads=3, shared_lm_head=shared)
+        head.init_from(target, tokens(1, 6))
+        logits = head.draft_logits(last, 3)
+        assert all(torch.allclose(logits[:, i], target.logits(last), atol=1e-5) for i in range(3))
