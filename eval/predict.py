@@ -1,7 +1,7 @@
 """Offline prediction of acceptance: what a head's training form would accept on texts that are already there.
 
-No generation: one target pass over prompt and output, then the head in its training form, every slot at once. Rounds are
-replayed as decoding would make them: a mean over *all* slots would weigh long accepted stretches too much, since
+No generation: one target pass over prompt and output, then the head in its training form, every slot at once. Rounds
+are replayed as decoding would make them: a mean over *all* slots would weigh long accepted stretches too much, since
 fewer rounds start inside them.
 """
 

@@ -4,8 +4,8 @@ random      the paper: every matrix N(0, 0.02).
 target      final norm and LM-head rows are the target's; the layer (query, key, value, output, MLP) is the
             target's last one, reading the feature half; fc passes the last tap.
 induction   final norm and LM-head rows are the target's, and attention starts as an in-context bigram: the query is
-            the newest token x_{t+1}, the key of slot s is the token x_s (still readable in the lowest tap), the value is
-            its successor x_{s+1}. So the head begins by proposing what followed the same token before, which copying
+            the newest token x_{t+1}, the key of slot s is the token x_s (still readable in the lowest tap), the value
+            is its successor x_{s+1}. So the head begins by proposing what followed the same token before, which copying
             needs and small budgets do not learn from a random start. Measured in docs/experiments.md.
 """
 

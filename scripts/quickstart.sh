@@ -6,7 +6,8 @@
 #   bash scripts/quickstart.sh --regenerate   # has the target answer the prompts anew
 #   bash scripts/quickstart.sh --fast         # the same line with few prompts and steps, under 4 minutes
 #
-# Run it again after an interruption: a stage whose manifest fits is skipped, the one that was cut goes on.
+# Run it again after an interruption: a stage whose manifest fits is skipped, the one that was cut goes on. OUTPUTS=folder
+# writes elsewhere than to outputs/.
 set -euo pipefail
 
 usage() {
@@ -14,6 +15,7 @@ usage() {
 }
 
 line=quickstart
+outputs="$(realpath -m "${OUTPUTS:-$(dirname "${BASH_SOURCE[0]}")/../outputs}")"
 answers=()
 while [ $# -gt 0 ]; do
   case "$1" in
@@ -37,7 +39,7 @@ bash scripts/setup.sh
 
 stage() {
   printf '\n== python -m %s\n' "$*" >&2
-  .venv/bin/python -m "$@"
+  .venv/bin/python -m "$@" "outputs=$outputs"
 }
 
 {
@@ -46,10 +48,10 @@ stage() {
   stage train "experiment=$line/eagle3"
 } >&2
 # The evaluation prints its table, then one line of JSON for programs.
-mkdir -p "outputs/eval"
-stage eval "experiment=$line/eval" | tee "outputs/eval/$line.out" | grep --line-buffered -v '^{"rows"' || [ "${PIPESTATUS[0]}" -eq 0 ]
+mkdir -p "$outputs/eval"
+stage eval "experiment=$line/eval" | tee "$outputs/eval/$line.out" | grep --line-buffered -v '^{"rows"' || [ "${PIPESTATUS[0]}" -eq 0 ]
 stage scripts.export "experiment=$line/export"
 
 echo
-echo "report: $PWD/outputs/eval/$line/report.html"
-echo "head for vLLM and SGLang: $PWD/outputs/export/$line"
+echo "report: $outputs/eval/$line/report.html"
+echo "head for vLLM and SGLang: $outputs/export/$line"

@@ -52,7 +52,7 @@ def look_back(head: Eagle3, target: Target, ids: Tensor) -> tuple[Tensor, Tensor
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @torch.no_grad()
 def test_induction_looks_at_what_followed_the_same_token_before(tied: bool, kv_heads: int) -> None:
-    """26 different tokens, said twice: slot t finds x_{t+1} where it stood 26 positions ago and drafts its successor."""
+    """26 different tokens, said twice: slot t finds x_{t+1} where it stood before and drafts its successor."""
     target = echo_target(tied, kv_heads)
     once = torch.randperm(190, generator=torch.Generator().manual_seed(3))[:26] + 2
     ids = torch.cat([once, once])[None]
@@ -101,7 +101,7 @@ def test_target_start_holds_the_last_layers_projections_and_ignores_the_embeddin
 def test_random_start_is_the_papers_and_reads_nothing_of_the_target() -> None:
     one, two = (started(tiny_target("llama", layers=5, seed=seed), "random") for seed in (0, 1))
     assert largest_gap(weights(one), weights(two)) == 0.0
-    assert float(one.midlayer.mlp.up_proj.weight.std()) == pytest.approx(0.02, rel=0.1)
+    assert one.midlayer.mlp.up_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
 
 
 @pytest.mark.parametrize("init", ["target", "induction"])

@@ -140,7 +140,7 @@ def test_gradient_reaches_every_parameter_of_the_head_and_none_of_the_target(
     assert not objective.target.model.training
 
 
-@pytest.mark.parametrize("loss", sorted(LOSSES))
+@pytest.mark.parametrize("loss", ["kl", "neg_log_alpha"])
 def test_loss_is_the_weighted_sum_of_its_steps(loss: str) -> None:
     """Against a loop over slots that states the convention: step i of slot t, taught at t+1+i, divided by the count."""
     objective = objective_of(eagle3, {"draft": DRAFT}, loss)
@@ -171,9 +171,9 @@ def test_a_head_overfits_one_batch() -> None:
         objective, batch = objective_of(make, options), batch_of(conversations(2))
         output = objective.target.forward(batch.ids, taps=objective.head.taps)
         batch.last, batch.taps = output.last, output.taps
-        optimizer = build_optimizer(objective.parameters(), OptimSettings(lr=2e-2))
+        optimizer = build_optimizer(objective.parameters(), OptimSettings(lr=3e-2))
         counts, found = counts_of(objective, batch), []
-        for _ in range(60):
+        for _ in range(40):
             optimizer.zero_grad()
             loss, metrics = objective(batch, counts)
             loss.backward()

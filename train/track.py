@@ -32,7 +32,7 @@ class Track:
 
     def close(self) -> None:
         if self.run is not None:
-            self.run.finish(quiet=True)
+            self.run.finish()
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
