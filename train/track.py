@@ -60,7 +60,7 @@ def _wandb(folder: Path, name: str, settings: dict[str, Any], mode: str) -> Any:
     import wandb
 
     if mode == "auto":
-        mode = "online" if wandb.api.api_key and os.environ.get("WANDB_MODE") != "offline" else "offline"
+        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
     return wandb.init(
         project="drafthead",
         name=name,
