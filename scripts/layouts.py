@@ -60,7 +60,8 @@ def eagle3_layout(head: Eagle3, spec: TargetSpec, dtype: str, sglang: bool = Tru
     check_taps(head, spec.num_layers, sglang)
     check_map(head)
     layer = head.layer_config
-    rope = dict(layer.rope_parameters)
+    # The layer turns all of head_dim; engines obey this key where transformers' Llama does not look at it.
+    rope = {key: value for key, value in layer.rope_parameters.items() if key != "partial_rotary_factor"}
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     taps = list(head.taps)
     same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act")

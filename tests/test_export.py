@@ -1,5 +1,6 @@
 """The EAGLE-3 folder: names, shapes and numbers as engines load them, read back by independent code."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,18 @@ def test_scaled_rope_survives_in_both_spellings(tmp_path: Path) -> None:
     assert config["rope_scaling"] == {key: value for key, value in SCALED.items() if key != "rope_theta"}
     read = AutoConfig.from_pretrained(out)
     assert torch.equal(LlamaRotaryEmbedding(read).inv_freq, target.decoder.rotary_emb.inv_freq)
+
+
+def test_a_target_that_turns_half_of_each_head_does_not_make_engines_turn_half_of_the_drafts(tmp_path: Path) -> None:
+    """Phi and GPT-NeoX rotate a part of head_dim; the draft layer is a plain Llama layer and rotates all of it."""
+    target = tiny_target(layers=6, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    partial = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    target.spec = dataclasses.replace(target.spec, rope=partial)
+    head = eagle3(target, std=0.3)
+    assert len(head.rotary.inv_freq) == target.spec.head_dim // 2
+    config = config_of(exported(tmp_path, target, head))
+    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+    assert "partial_rotary_factor" not in json.dumps(config)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

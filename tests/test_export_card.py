@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from omegaconf import OmegaConf
 from test_export import DRAFT, run_folder
 from tiny import tiny_target
 from toys import eagle3
@@ -100,7 +100,7 @@ def test_the_card_states_target_data_budget_and_measured_rows(tmp_path: Path) ->
 def test_the_front_matter_is_what_the_hub_reads(tmp_path: Path) -> None:
     trained(tmp_path / "run")
     text = card_of(tmp_path, base_model="someone/tiny: llama", license="mit")
-    front = yaml.safe_load(text.split("---")[1])
+    front = OmegaConf.to_container(OmegaConf.create(text.split("---")[1]))
     assert front == {
         "license": "mit",
         "base_model": "someone/tiny: llama",
