@@ -19,7 +19,8 @@ demo: ## the whole line on the embedded target: answers, two heads, evaluation, 
 	bash scripts/quickstart.sh
 
 bench: setup ## measure the heads of the last `make demo` again: acceptance, speed, report
-	.venv/bin/python -m eval experiment=quickstart/eval
+	rm -rf outputs/eval/bench
+	.venv/bin/python -m eval experiment=quickstart/eval name=bench
 
 report: ## where the HTML reports are, newest first
 	@ls -1t outputs/eval/*/report.html 2>/dev/null || echo "no report yet: make demo"

@@ -23,7 +23,8 @@ from data.build import CaptureSettings
 from data.files import free_bytes, write_json
 from data.rows import DataRow
 from data.store import DTYPES, shard_name
-from heads.target import Target, TargetSpec
+from heads.spec import TargetSpec
+from heads.target import Target
 
 
 def default_taps(num_layers: int) -> list[int]:

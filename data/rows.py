@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from heads.target import TargetSpec
+from heads.spec import TargetSpec
 
 
 @dataclass(frozen=True)

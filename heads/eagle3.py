@@ -34,7 +34,7 @@ from heads.layers import (
     rotate,
     unrolled_attention,
 )
-from heads.target import TargetSpec
+from heads.spec import TargetSpec
 
 
 @dataclasses.dataclass

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from heads import HEADS
-from heads.target import TargetSpec
+from heads.spec import TargetSpec
 
 
 def build_head(settings: dict[str, Any], spec: TargetSpec, vocab: tuple[torch.Tensor, torch.Tensor] | None) -> Any:

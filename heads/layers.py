@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from heads.target import TargetSpec
+from heads.spec import TargetSpec
 
 
 @dataclasses.dataclass

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.layers import HeadInput, map_buffers
-from heads.target import TargetSpec
+from heads.spec import TargetSpec
 
 
 @dataclasses.dataclass

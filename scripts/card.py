@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from heads.target import EMBEDDED
+from heads.embedded import EMBEDDED
 from scripts.layouts import Layout
 
 NAMES = {"eagle3": "EAGLE-3", "medusa": "Medusa-1"}

@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 from conf.entry import run
 from heads.eagle3 import Eagle3
 from heads.hub import load_head, read_facts, write_json
-from heads.target import Target, TargetSettings, TargetSpec
+from heads.spec import TargetSpec
+from heads.target import Target, TargetSettings
 from scripts.card import card, read_measured
 from scripts.layouts import DTYPES, WEIGHTS, ExportError, Layout, LMHead, eagle3_layout, medusa_layout, round_trip
 

@@ -22,7 +22,7 @@ from transformers import LlamaConfig
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.layers import HeadInput
 from heads.medusa import Medusa, MedusaConfig
-from heads.target import TargetSpec
+from heads.spec import TargetSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WEIGHTS = "model.safetensors"

@@ -71,7 +71,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 def _tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
-    from heads.target import EMBEDDED, embedded_folder
+    from heads.embedded import EMBEDDED, embedded_folder
 
     try:
         return AutoTokenizer.from_pretrained(embedded_folder()[0] if name == EMBEDDED else name)

@@ -17,7 +17,8 @@ from eval.warpers import warp
 from heads.eagle3 import Eagle3
 from heads.layers import LayerCache
 from heads.medusa import Medusa
-from heads.target import PackedLinear, Target, TargetOutput
+from heads.packed import PackedLinear
+from heads.target import Target, TargetOutput
 
 
 class DraftVocabulary:
