@@ -167,9 +167,14 @@ def by_k(rows: list[Row], temperature: float, cost: dict[str, Any]) -> Table:
 
 
 def best(rows: list[Row], temperature: float) -> str:
-    """One sentence: which method decodes fastest at this temperature, over all k that were run."""
+    """One sentence: which method decodes fastest at this temperature.
+
+    Only rows measured on the most prompts compete: a sweep over k on two of them must not win by its prompts.
+    """
     found = [row for row in overall(rows, temperature) if row["method"] != "plain"]
     timed = [row for row in found if finite(row.get("speedup_decode")) is not None]
+    most = max((row.get("prompts") or 0 for row in timed), default=0)
+    timed = [row for row in timed if (row.get("prompts") or 0) == most]
     if not timed:
         return f"T = {temperature:g}: no method's speed was measured."
     top = max(timed, key=lambda row: row["speedup_decode"])

@@ -303,3 +303,10 @@ def test_the_console_table_holds_both_temperatures_and_marks_losses(width: int) 
     assert "T = 0, k = 4" in text and "T = 1, k = 4" in text
     assert "0.70× ↓" in text and "[red]x" in text and DASH in text
     assert max(len(line) for line in text.splitlines()) <= width
+
+
+def test_a_sweep_on_few_prompts_does_not_win_the_verdict() -> None:
+    sweep = {"method": "eagle3", "k": 1, "temperature": 0.0, "route": "all", "prompts": 2, "speedup_decode": 1.9}
+    table = {"method": "lookup", "k": 4, "temperature": 0.0, "route": "all", "prompts": 20, "speedup_decode": 1.2}
+    assert "lookup" in best(labelled([sweep, table]), 0.0)
+    assert "eagle3" in best(labelled([{**sweep, "prompts": 20}, table]), 0.0)
