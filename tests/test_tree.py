@@ -122,7 +122,7 @@ def test_a_kept_nodes_parent_is_always_kept(depth: int, top_k: int, total: int, 
         held = torch.tensor([next(turns) for _ in range(rows * top_k)]).view(rows, top_k)
         return torch.arange(top_k).expand(rows, top_k), held.sort(-1, descending=True).values
 
-    widths = []
+    widths: list[int] = []
 
     def advance(tokens: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert int(slots.max()) < (widths[-1] if widths else 1)

@@ -89,7 +89,8 @@ def test_a_sampled_tree_of_two_levels_has_the_targets_law_at_every_depth() -> No
 
     The first token must have law p, and the second, where the round got that far, p given the first.
     """
-    parents, emitted = [0, 0, 1, 2], defaultdict(float)
+    parents = [0, 0, 1, 2]
+    emitted: dict[tuple[int, ...], float] = defaultdict(float)
     cells = (2, 1, 2, 2, 4)  # ratios 0, 1/2 or at least 1; what is left of p in quarters
     grid = [[(i + 0.5) / n for i in range(n)] for n in cells]
     uniforms = [torch.tensor(u) for u in itertools.product(*grid)]
