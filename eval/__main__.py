@@ -47,7 +47,8 @@ def evaluate(settings: EvalSettings) -> None:
     method_names(settings)
     check(settings, {})
     for temperature in settings.temperatures:
-        Warpers(temperature, settings.top_k, settings.top_p, settings.min_p).check()
+        penalty = settings.repetition_penalty
+        Warpers(temperature, settings.top_k, settings.top_p, settings.min_p, repetition_penalty=penalty).check()
     folders = {name: settings.heads[name] for name in settings.methods if name in settings.heads}
     facts = {name: read_facts(Path(folder)) for name, folder in folders.items()}
     if settings.threads:
@@ -121,9 +122,10 @@ def describe(
         "proposal": ", ".join(dict.fromkeys(r["proposal"] for r in records)),
         "temperature": ", ".join(f"{t:g}" for t in settings.temperatures),
         "k": settings.k,
+        "min_confidence": settings.min_confidence,
         "date": datetime.date.today().isoformat(),
         "main_k": settings.k,
-        "warpers": {"top_k": settings.top_k, "top_p": settings.top_p, "min_p": settings.min_p},
+        "warpers": {name: getattr(settings, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty")},
         "max_new_tokens": settings.max_new_tokens,
         "split": settings.split,
         "greedy_equality": {

@@ -39,6 +39,9 @@ class Ask:
     warpers: Warpers
     generator: torch.Generator
     with_probs: bool = False  # give q for greedy proposals too (alpha is being recorded)
+    # heads stop before the token at which the product of the draft's top probabilities (before warpers) falls below
+    # this; settled before that token is drawn, so that every rule stays exact. 0 = never
+    min_confidence: float = 0.0
 
 
 class Drafter(Protocol):

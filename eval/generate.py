@@ -1,5 +1,6 @@
 """One decoding loop for everything: prefill -> propose -> target pass -> verify -> commit. Plain decoding is k = 0."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from torch import Tensor
 from eval import stop, verify
 from eval.cache import AttentionMasks, KVCache
 from eval.drafter import Ask, Drafter, Proposal, empty
-from eval.warpers import Warpers, biased, warp
+from eval.warpers import Warpers, biased, seen_by_row, warp
 from heads.target import Target, TargetOutput
 
 RULES = ("auto", "greedy", "match", "one-hot", "rejection", "strict")
@@ -29,6 +30,7 @@ class Decoding:
     seed: int = 0
     record_alpha: bool = False  # needs q at every step: not in timed runs
     stop_strings: tuple[str, ...] = ()
+    min_confidence: float = 0.0  # adaptive draft length of the heads (see Ask); 0 = always k
 
     def resolved_rule(self) -> str:
         """auto: greedy at temperature 0, rejection for sampled drafts, sample-and-match for deterministic ones."""
@@ -78,12 +80,18 @@ def generate(
     taps = drafter.taps if drafter is not None else ()
     began = time.perf_counter()
     generator = torch.Generator().manual_seed(verify.mix(decoding.seed, len(prompt)))
-    ask = Ask(decoding.proposal == "sampled", decoding.warpers, generator, decoding.record_alpha)
+    # the draft knows no penalty: q stays the law it draws from, which is all that exactness asks
+    drafting = dataclasses.replace(decoding.warpers, repetition_penalty=1.0)
+    ask = Ask(decoding.proposal == "sampled", drafting, generator, decoding.record_alpha, decoding.min_confidence)
     cache = KVCache(capacity=max(256, len(prompt) + budget + decoding.k))
 
     output = forward(target, cache, masks, prompt, taps)
     cache.keep([len(prompt)])
-    _, own, _ = judge(empty(), target.logits(output.last[0, -1:]), decoding, generator, len(prompt))
+    logits = target.logits(output.last[0, -1:])
+    prefix = _prefix(decoding, prompt, logits)
+    _, own, _ = judge(empty(), logits, decoding, generator, len(prompt), prefix)
+    if prefix is not None:
+        prefix[own] = True
     ended = _emit(found, [own], target, budget, decoding, decode)
     if drafter is not None and not ended:
         drafter.start(prompt, own, output)
@@ -96,9 +104,12 @@ def generate(
         t1 = _now(target)
         output = forward(target, cache, masks, [own, *proposal.tokens.tolist()], taps)
         position = len(prompt) + len(found.output_ids)
-        accepted, own, target_probs = judge(proposal, target.logits(output.last[0]), decoding, generator, position)
+        logits = target.logits(output.last[0])
+        accepted, own, target_probs = judge(proposal, logits, decoding, generator, position, prefix)
         t2 = _now(target)
         tokens = [*proposal.tokens[:accepted].tolist(), own]
+        if prefix is not None:
+            prefix[tokens] = True
         cache.keep([cache.lengths[0] + 1 + accepted])
         _record(found, proposal, accepted, target_probs, decoding)
         ended = _emit(found, tokens, target, budget, decoding, decode)
@@ -128,19 +139,25 @@ def forward(target: Target, cache: KVCache, masks: AttentionMasks, ids: list[int
 
 
 def judge(
-    proposal: Proposal, logits: Tensor, decoding: Decoding, generator: torch.Generator, position: int
+    proposal: Proposal,
+    logits: Tensor,
+    decoding: Decoding,
+    generator: torch.Generator,
+    position: int,
+    prefix: Tensor | None = None,
 ) -> tuple[int, int, Tensor | None]:
     """Verify one chain: logits [K+1, V] -> (accepted, own token, p [K+1, V] or None where greedy needs none).
 
-    `position` is the place in the sequence of draft token 0.
+    `position` is the place in the sequence of draft token 0; `prefix` [V] marks the tokens before it (penalties).
     """
     rule = decoding.resolved_rule()
     draft = proposal.tokens.unsqueeze(0)
     K, V = draft.shape[1], logits.shape[-1]
+    seen = None if prefix is None else seen_by_row(prefix, proposal.tokens.tolist(), range(K))
     if rule == "greedy":
-        verdict = verify.match(draft, biased(logits, decoding.warpers).argmax(-1).cpu().unsqueeze(0))
+        verdict = verify.match(draft, biased(logits, decoding.warpers, seen).argmax(-1).cpu().unsqueeze(0))
         return int(verdict.accepted), int(verdict.own), None
-    target_probs = warp(logits, decoding.warpers).cpu().unsqueeze(0)
+    target_probs = warp(logits, decoding.warpers, seen).cpu().unsqueeze(0)
     if rule in ("match", "strict"):
         verdict = verify.sample_and_match(draft, target_probs, decoding.seed, position)
     else:
@@ -151,6 +168,15 @@ def judge(
             draft_probs = proposal.probs if proposal.probs is not None else target_probs.new_empty(0, V)
             verdict = verify.rejection(draft, target_probs, draft_probs.unsqueeze(0), u)
     return int(verdict.accepted), int(verdict.own), target_probs[0]
+
+
+def _prefix(decoding: Decoding, prompt: list[int], logits: Tensor) -> Tensor | None:
+    """Which tokens occurred so far, bool [V]; None where no penalty asks."""
+    if decoding.warpers.repetition_penalty == 1:
+        return None
+    prefix = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+    prefix[prompt] = True
+    return prefix
 
 
 def _record(

@@ -37,11 +37,13 @@ class EvalSettings:
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
     proposals: list[str] = field(default_factory=lambda: ["greedy", "sampled"])  # at temperatures above 0, heads only
     rule: str = "auto"
+    min_confidence: float = 0.0  # heads stop drafting where their path confidence falls below this; 0 = always k
     max_new_tokens: int = 64
     max_prompt_tokens: int = 1024
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0  # 1 = off
     seed: int = 0
     threads: int = 0  # 0 = torch's default
     minutes: float = 0.0  # stop decoding after this long (at the end of a group) and report what there is; 0 = no limit
@@ -72,6 +74,8 @@ def check(settings: EvalSettings, limits: dict[str, int]) -> None:
         for method in settings.methods:
             if k > limits.get(method, k):
                 raise ValueError(f"k={k} is above what {method!r} can draft ({limits[method]}): lower k or sweep_k")
+    if not 0 <= settings.min_confidence <= 1:
+        raise ValueError(f"min_confidence={settings.min_confidence}: give a number between 0 (always draft k) and 1")
     if settings.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={settings.max_new_tokens}: give at least 1")
     if not settings.temperatures or min(settings.temperatures) < 0:
@@ -168,5 +172,7 @@ def plan(settings: EvalSettings, count: int) -> list[list[Unit]]:
 def measured(settings: EvalSettings, facts: dict[str, Any]) -> dict[str, Any]:
     """What the records depend on: a run folder holds records of one such set only."""
     held = dataclasses.asdict(settings)
-    names = ("split", "rule", "max_new_tokens", "max_prompt_tokens", "top_k", "top_p", "min_p", "seed")
+    names = ["split", "rule", "max_new_tokens", "max_prompt_tokens", "top_k", "top_p", "min_p", "seed"]
+    # not named where they are off: records of runs before there were such settings go on
+    names += [name for name, off in (("min_confidence", 0.0), ("repetition_penalty", 1.0)) if held[name] != off]
     return {**{name: held[name] for name in names}, **facts}

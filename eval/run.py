@@ -47,12 +47,14 @@ class Bench:
         return Decoding(
             k=unit.k,
             max_new_tokens=max_new_tokens or s.max_new_tokens,
-            warpers=Warpers(unit.temperature, s.top_k, s.top_p, s.min_p),
+            warpers=Warpers(unit.temperature, s.top_k, s.top_p, s.min_p, repetition_penalty=s.repetition_penalty),
             proposal=unit.proposal,
             rule=s.rule if unit.method != "plain" else "auto",
             # prompts must not share their noise, methods must
             seed=mix(s.seed, zlib.crc32(f"{prompt['id']}/{prompt['turn']}".encode())),
             record_alpha=unit.kind == "alpha",
+            # alpha is a mean over all positions, not over those the head is sure of
+            min_confidence=s.min_confidence if unit.kind == "timed" else 0.0,
         )
 
     def drafter(self, unit: Unit, plain: Sequence[int]) -> Drafter | None:

@@ -1,8 +1,10 @@
 """Logits -> probabilities: the same warpers on the plain path, the verifier's p and the draft's q.
 
-Order (transformers'): logit bias, temperature, top-k, top-p, min-p, each on the survivors of the one before.
+Order (transformers'): logit bias, repetition penalty, temperature, top-k, top-p, min-p, each on the survivors of the
+one before.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +22,8 @@ class Warpers:
     top_p: float = 1.0  # 1 = off
     min_p: float = 0.0  # 0 = off; keep tokens with at least this share of the most likely one
     logit_bias: dict[int, float] = field(default_factory=dict)  # token id -> added to its logit
+    # 1 = off; logits of tokens in the prefix: positive ones divided by it, negative ones multiplied (1909.05858, 4.1)
+    repetition_penalty: float = 1.0
 
     def check(self) -> None:
         """Refuse values that mean nothing, before any work."""
@@ -31,24 +35,46 @@ class Warpers:
             raise ValueError(f"top_p is {self.top_p}; give a number above 0 and at most 1 (1 = off)")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p is {self.min_p}; give a number between 0 (off) and 1")
+        if not self.repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty}; give a positive number (1 = off)")
 
 
-def biased(logits: Tensor, warpers: Warpers) -> Tensor:
-    """Logits [..., V] in fp32 with the bias added (a copy only when there is one)."""
+def biased(logits: Tensor, warpers: Warpers, seen: Tensor | None = None) -> Tensor:
+    """Logits [..., V] in fp32, bias added, tokens `seen` (bool [..., V]) penalised; a copy only where any is asked."""
     logits = logits.float()
-    if not warpers.logit_bias:
-        return logits
-    logits = logits.clone()
+    if warpers.logit_bias:
+        logits = logits.clone()
     for token, bias in warpers.logit_bias.items():
         if not 0 <= int(token) < logits.shape[-1]:
             raise ValueError(f"logit_bias names token {token}, the vocabulary has {logits.shape[-1]} entries")
         logits[..., int(token)] += bias
+    if warpers.repetition_penalty != 1:
+        assert seen is not None, "a repetition penalty needs to know each row's prefix"
+        penalised = torch.where(logits > 0, logits / warpers.repetition_penalty, logits * warpers.repetition_penalty)
+        logits = torch.where(seen, penalised, logits)
     return logits
 
 
-def warp(logits: Tensor, warpers: Warpers) -> Tensor:
-    """Logits [..., V] -> probabilities [..., V], fp32, sum 1. Temperature 0 gives a one-hot row (lowest id on ties)."""
-    logits = biased(logits, warpers)
+def seen_by_row(prefix: Tensor, draft: Sequence[int], parents: Sequence[int]) -> Tensor:
+    """Tokens in the prefix of every row of a target pass over a drafted tree (eval/tree.py): bool [N+1, V].
+
+    `prefix` [V] marks prompt and output, newest token included; a row adds the drafts on its own path only.
+    prefix {5}, draft [7, 8, 9], parents [0, 0, 1] -> {5}, {5, 7}, {5, 8}, {5, 7, 9}.
+    """
+    rows = [prefix]
+    for token, parent in zip(draft, parents, strict=True):
+        row = rows[parent].clone()
+        row[token] = True
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def warp(logits: Tensor, warpers: Warpers, seen: Tensor | None = None) -> Tensor:
+    """Logits [..., V] -> probabilities [..., V], fp32, sum 1. Temperature 0 gives a one-hot row (lowest id on ties).
+
+    `seen`, bool [..., V]: the tokens of each row's own prefix; needed for a repetition penalty only.
+    """
+    logits = biased(logits, warpers, seen)
     if warpers.temperature == 0:
         return one_hot(logits.argmax(-1), logits.shape[-1])
     logits = logits / warpers.temperature

@@ -137,6 +137,7 @@ def test_a_time_budget_ends_the_run_at_a_group(
         ({"k": 0}, "k=0: a draft has at least 1 token"),
         ({"sweep_k": [1, 5]}, "k=5 is above what 'medusa' can draft"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"min_confidence": 1.5}, "min_confidence=1.5"),
         ({"temperatures": [-1.0]}, "temperatures"),
         ({"proposals": ["best"]}, "proposals has 'best'"),
     ],

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from eval import verify
-from eval.drafter import Ask, Drafter, Proposal
+from eval.drafter import Ask, Drafter, Proposal, empty
 from eval.warpers import warp
 from heads.eagle3 import Eagle3
 from heads.layers import LayerCache
@@ -37,6 +37,10 @@ class DraftVocabulary:
         full = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
         full[..., self.ids[: self.real]] = logits[..., : self.real]
         return warp(full, ask.warpers)
+
+    def confidence(self, logits: Tensor) -> Tensor:
+        """Probability of the most likely draft token, before any warper, rows [k, D] -> [k] fp32."""
+        return logits[..., : self.real].float().softmax(-1).amax(-1)
 
     def choose(self, logits: Tensor, ask: Ask) -> tuple[Tensor, Tensor | None]:
         """Rows [k, D] -> tokens [k], q [k, V] where it is needed."""
@@ -67,6 +71,9 @@ class MedusaDrafter:
             logits = self.head.draft_logits(self.last, k)[0]
         else:
             logits = self.lm_head(torch.cat([self.head.hidden(self.last, i) for i in range(k)])).float()
+        if ask.min_confidence > 0:
+            reached = self.vocabulary.confidence(logits).cumprod(0)
+            logits = logits[: int((reached >= ask.min_confidence).sum())]
         return Proposal(*self.vocabulary.choose(logits, ask))
 
     def commit(self, tokens: list[int], output: TargetOutput) -> None:
@@ -90,16 +97,21 @@ class Eagle3Drafter:
     def propose(self, k: int, ask: Ask) -> Proposal:
         k = min(k, self.max_draft)
         hidden, tokens, probs = self.hidden, [], []
-        true_lengths = self.cache.lengths
+        true_lengths, reached = self.cache.lengths, 1.0
         for i in range(k):
-            token, q = self.vocabulary.choose(self.head.logits(hidden[0], i), ask)
+            logits = self.head.logits(hidden[0], i)
+            if ask.min_confidence > 0:
+                reached *= float(self.vocabulary.confidence(logits))
+                if reached < ask.min_confidence:
+                    break
+            token, q = self.vocabulary.choose(logits, ask)
             tokens.append(token)
             probs.append(q)
             if i + 1 < k:
                 hidden = self.head.advance(self.cache, hidden, self.target.embed(token.unsqueeze(0)))
         self.cache.crop(true_lengths)  # what the head made of its own features is thrown away
         kept = [q for q in probs if q is not None]
-        return Proposal(torch.cat(tokens), torch.cat(kept) if kept else None)
+        return Proposal(torch.cat(tokens), torch.cat(kept) if kept else None) if tokens else empty()
 
     def commit(self, tokens: list[int], output: TargetOutput) -> None:
         self._feed(tokens, output)
