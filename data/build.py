@@ -5,25 +5,24 @@ sources --read--> rows --split by hash--> (answers by the target | the given ans
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from data import answers, regenerate, split
+from data import answers, split
+from data.asking import Limits, Prompt, RegenerateSettings, to_prompt, with_samples
 from data.chat import Encoded, RowError, encode_row, truncate
 from data.files import file_sha256, write_json
+from data.fingerprint import fingerprint, finished
 from data.prompts import Row, read
-from data.records import BLOCK_BYTES, SUFFIXES, Bad
-from data.regenerate import Answers, Limits, Prompt, RegenerateSettings
+from data.records import BLOCK_BYTES, Bad
+from data.regenerate import Answers
 from data.tally import Tally
 from data.template import ChatFormat
 from data.writer import RowWriter
 from heads.target import Target
-
-FORMAT = 2  # raise it when the same settings would give other rows
 
 
 @dataclasses.dataclass
@@ -70,8 +69,8 @@ class DataSettings:
 def build(target: Target, settings: DataSettings, folder: Path) -> dict[str, Any]:
     """Make (or find) the data folder; returns its manifest. Raises ValueError for unusable input or settings."""
     settings.check()
-    fingerprint = _fingerprint(target, settings)
-    if manifest := _finished(folder, fingerprint):
+    identity = fingerprint(target, dataclasses.asdict(settings))
+    if manifest := finished(folder, identity):
         print(f"data: {folder} is up to date ({manifest['counts']['kept']} rows), nothing to do", file=sys.stderr)
         return manifest
     folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +87,7 @@ def build(target: Target, settings: DataSettings, folder: Path) -> dict[str, Any
     spec = target.spec
     manifest = {
         "kind": "data",
-        "fingerprint": fingerprint,
+        "fingerprint": identity,
         "target": {k: getattr(spec, k) for k in ("name", "revision", "tokenizer_hash", "template_hash")},
         "settings": dataclasses.asdict(settings),
         "counts": counts,
@@ -156,10 +155,11 @@ def _answered(
     prompts: list[Prompt] = []
     for row, key, side in rows:
         try:
-            prompts.append(regenerate.to_prompt(chat, row, key, side, limits))
+            prompts.append(to_prompt(chat, row, key, side, limits))
         except RowError as error:
             writer.drop(Bad(row.file, row.line, error.reason, error.detail))
     writer.tally.check_share(settings.min_kept_share)
+    prompts = with_samples(prompts, settings.regenerate.samples)
     made_by = Answers(target, chat, settings.regenerate, folder)
     given = answers.load_given(Path(settings.answers).expanduser(), made_by, prompts) if settings.answers else {}
     if given or settings.answers:
@@ -173,43 +173,20 @@ def _answered(
     writer.names.add(made.name)
     with made.open(encoding="utf-8") as stream:
         for prompt, line in zip(prompts, stream, strict=True):
-            _keep_answer(prompt, json.loads(line), settings.max_length, writer)
+            _keep_answer(prompt, json.loads(line), settings, writer)
 
 
-def _keep_answer(prompt: Prompt, answer: dict[str, Any], max_length: int, writer: RowWriter) -> None:
+def _keep_answer(prompt: Prompt, answer: dict[str, Any], settings: DataSettings, writer: RowWriter) -> None:
     kept = False
-    for name, ids, spans in answers.training_rows(answer):
+    first = prompt.sample == 0  # a conversation is counted as read with its first sample
+    found = list(answers.training_rows(answer))
+    for name, ids, spans in found:
         with contextlib.suppress(RowError):  # a later turn past max_length; its conversation is kept by its first
-            encoded = truncate(Encoded(ids, spans), max_length)
-            writer.keep(encoded, name, prompt.key, prompt.row.route, prompt.split, prompt.row.where, first=not kept)
+            encoded = truncate(Encoded(ids, spans), settings.max_length)
+            writer.keep(encoded, name, prompt.key, prompt.row.route, prompt.split, prompt.row.where, first and not kept)
             kept = True
+    if answer.get("retokenised"):
+        writer.retokenised += 1
     if not kept:
-        writer.drop(Bad(prompt.row.file, prompt.row.line, "no_supervised_tokens_after_truncation"))
-
-
-def _fingerprint(target: Target, settings: DataSettings) -> str:
-    """Hash of everything the rows depend on: contents of the sources (not their names), settings, target, template."""
-    values = dataclasses.asdict(settings)
-    for name in ("source", "answers", "block_bytes", "capture"):
-        values.pop(name)
-    values["sources"] = [_source_hash(source) for source in settings.source]
-    values["answers"] = file_sha256(Path(settings.answers).expanduser()) if settings.answers else None
-    spec = target.spec
-    values["target"] = [spec.name, spec.revision, spec.tokenizer_hash, spec.template_hash, spec.dtype, FORMAT]
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def _source_hash(source: str) -> list[str]:
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return [file_sha256(p) for p in sorted(path.iterdir()) if p.name.endswith(SUFFIXES)]
-    return [file_sha256(path)] if path.is_file() else [source]
-
-
-def _finished(folder: Path, fingerprint: str) -> dict[str, Any] | None:
-    path = folder / "manifest.json"
-    if not path.is_file():
-        return None
-    manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    whole = all((folder / n).is_file() and file_sha256(folder / n) == sha for n, sha in manifest["files"].items())
-    return manifest if manifest["fingerprint"] == fingerprint and whole else None
+        reason = "no_supervised_tokens_after_truncation" if found else "no_answer"
+        writer.drop(Bad(prompt.row.file, prompt.row.line, reason, f"sample {prompt.sample}" * (not first)), first)
