@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from data.chat import RowError, has_content, prompt_ids
-from data.prompts import Message, Row
+from data.messages import Message
+from data.prompts import Row
 from data.template import ChatFormat
 
 # Settings that change how fast answers come, not what they are: no part of a data folder's fingerprint.
@@ -120,8 +121,8 @@ class Limits:
 
 def to_prompt(chat: ChatFormat, row: Row, key: str, split: str, limits: Limits) -> Prompt:
     """The turns of `row` that the target can answer on its own. Raises RowError when there is none."""
-    if row.text is not None:
-        raise RowError("rendered_text_has_no_turns", "a pre-rendered text cannot be answered anew; use messages")
+    if row.text is not None or row.ids is not None:
+        raise RowError("rendered_text_has_no_turns", "pre-rendered text or ids cannot be answered anew; use messages")
     steps = answerable(row.messages, row.turn_by_turn)
     if not steps:
         raise RowError("no_user_turn", "there is no user turn to answer")

@@ -16,11 +16,11 @@ from data.asking import Limits, Prompt, RegenerateSettings, to_prompt, with_samp
 from data.chat import Encoded, RowError, encode_row, truncate
 from data.files import file_sha256, write_json
 from data.fingerprint import fingerprint, finished
-from data.prompts import Row, read
+from data.prompts import Columns, Row, read
 from data.records import BLOCK_BYTES, Bad
 from data.regenerate import Answers
 from data.tally import Tally
-from data.template import ChatFormat
+from data.template import DATE, ChatFormat
 from data.writer import RowWriter
 from heads.target import Target
 
@@ -43,9 +43,12 @@ class DataSettings:
     source: list[str] = dataclasses.field(default_factory=lambda: ["scripts/assets/prompts"])
     hub_split: str = "train"
     hub_config: str | None = None
+    columns: Columns = dataclasses.field(default_factory=Columns)
     block_bytes: int = BLOCK_BYTES
     heldout_share: float = 0.1
     max_length: int = 1024
+    last_turn_only: bool = False  # supervise the last answer of a conversation alone
+    date: str = DATE  # for chat templates that print the day
     limit: int | None = None  # use only so many conversations, evenly over routes
     min_kept_share: float = 0.5  # stop when more rows than this allows are dropped
     answers: str | None = None  # answers made earlier (.jsonl, .gz, .xz), used for the prompts they fit
@@ -75,7 +78,7 @@ def build(target: Target, settings: DataSettings, folder: Path) -> dict[str, Any
         return manifest
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "manifest.json").unlink(missing_ok=True)
-    chat = ChatFormat(target.tokenizer)
+    chat = ChatFormat(target.tokenizer, date=settings.date)
     writer = RowWriter(folder, target, Tally(", ".join(settings.source)))
     with writer:
         rows = _chosen(settings, writer)
@@ -130,7 +133,7 @@ def _chosen(settings: DataSettings, writer: RowWriter) -> Iterator[tuple[Row, st
 
 def _read(settings: DataSettings) -> Iterator[Row | Bad]:
     for source in settings.source:
-        yield from read(source, settings.block_bytes, settings.hub_split, settings.hub_config)
+        yield from read(source, settings.block_bytes, settings.hub_split, settings.hub_config, settings.columns)
 
 
 def _as_given(
@@ -138,7 +141,8 @@ def _as_given(
 ) -> None:
     for row, key, side in rows:
         try:
-            writer.keep(encode_row(chat, row, settings.max_length), row.id, key, row.route, side, row.where)
+            encoded = encode_row(chat, row, settings.max_length, settings.last_turn_only)
+            writer.keep(encoded, row.id, key, row.route, side, row.where)
         except RowError as error:
             writer.drop(Bad(row.file, row.line, error.reason, error.detail))
 
@@ -180,7 +184,7 @@ def _keep_answer(prompt: Prompt, answer: dict[str, Any], settings: DataSettings,
     kept = False
     first = prompt.sample == 0  # a conversation is counted as read with its first sample
     found = list(answers.training_rows(answer))
-    for name, ids, spans in found:
+    for name, ids, spans in [(n, i, s[-1:]) for n, i, s in found[-1:]] if settings.last_turn_only else found:
         with contextlib.suppress(RowError):  # a later turn past max_length; its conversation is kept by its first
             encoded = truncate(Encoded(ids, spans), settings.max_length)
             writer.keep(encoded, name, prompt.key, prompt.row.route, prompt.split, prompt.row.where, first and not kept)

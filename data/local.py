@@ -5,7 +5,7 @@ from typing import Any
 
 from data.asking import Prompt, RegenerateSettings, next_prompt
 from data.generate import generate, uniforms
-from data.prompts import Message
+from data.messages import Message
 from data.template import ChatFormat
 from heads.target import Target
 

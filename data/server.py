@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from data.asking import Prompt, RegenerateSettings, next_prompt
-from data.prompts import Message
+from data.messages import Message
 from data.template import ChatFormat
 from heads.target import Target
 
