@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from data.asking import Limits, Prompt, RegenerateSettings, to_prompt, with_samp
 from data.chat import Encoded, RowError, encode_row, truncate
 from data.files import file_sha256, write_json
 from data.fingerprint import fingerprint, finished
+from data.leakage import Overlap
 from data.prompts import Columns, Row, read
 from data.records import BLOCK_BYTES, Bad
 from data.regenerate import Answers
@@ -44,6 +45,7 @@ class DataSettings:
     hub_split: str = "train"
     hub_config: str | None = None
     columns: Columns = dataclasses.field(default_factory=Columns)
+    evaluation_sets: list[str] = dataclasses.field(default_factory=list)  # what they hold is kept out of training
     block_bytes: int = BLOCK_BYTES
     heldout_share: float = 0.1
     max_length: int = 1024
@@ -104,8 +106,8 @@ def build(target: Target, settings: DataSettings, folder: Path) -> dict[str, Any
 def _chosen(settings: DataSettings, writer: RowWriter) -> Iterator[tuple[Row, str, str]]:
     """(row, key, split) of the rows that take part, in file order; the others are written to the rejects.
 
-    Two passes over the source: the first proves that all of it can be read, before any work starts, and holds a few
-    hashes a row; only the second holds rows, one at a time.
+    Three passes over the source: the first proves that all of it can be read, before any work starts, and holds a few
+    hashes a row; the second knows what is held out; only the third holds rows, one at a time.
     """
     unique = split.user_key if settings.regenerate.enabled else split.whole_key
     items: dict[str, split.Item] = {}
@@ -119,6 +121,7 @@ def _chosen(settings: DataSettings, writer: RowWriter) -> Iterator[tuple[Row, st
     trial.check_share(settings.min_kept_share)
     sides = split.assign(items.values(), settings.heldout_share, settings.limit)
     writer.limited = len(items) - len(sides)
+    held = _protected(settings, {name for name, side in sides.items() if side == "heldout"}, unique)
     seen: set[str] = set()
     for row in _read(settings):
         if isinstance(row, Bad):
@@ -127,13 +130,35 @@ def _chosen(settings: DataSettings, writer: RowWriter) -> Iterator[tuple[Row, st
             writer.drop(Bad(row.file, row.line, "exact_repeat", f"id {row.id}"))
         else:
             seen.add(name)
-            if name in sides:
-                yield row, items[name].key, sides[name]
+            side = sides.get(name)
+            leak = held.find(row) if side == "train" else None
+            if leak is not None:
+                writer.drop(Bad(row.file, row.line, leak[0], f"the user text of {leak[1]}"))
+            elif side is not None:
+                yield row, items[name].key, side
 
 
 def _read(settings: DataSettings) -> Iterator[Row | Bad]:
     for source in settings.source:
         yield from read(source, settings.block_bytes, settings.hub_split, settings.hub_config, settings.columns)
+
+
+def _protected(settings: DataSettings, heldout: set[str], unique: Callable[[Row], str]) -> Overlap:
+    """Everything that training must not see: the rows held out and the evaluation sets (under our own field names)."""
+    held = Overlap()
+    for row in _read(settings) if heldout else ():
+        if isinstance(row, Row) and unique(row) in heldout:
+            held.add(row)
+    for source in settings.evaluation_sets:
+        unread = 0
+        for row in read(source, settings.block_bytes):
+            if isinstance(row, Row):
+                held.add(row)
+            else:
+                unread += 1
+        if unread:
+            print(f"data: {unread} rows of evaluation set {source} cannot be read or protected", file=sys.stderr)
+    return held
 
 
 def _as_given(

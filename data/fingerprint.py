@@ -18,7 +18,8 @@ def fingerprint(target: Target, settings: dict[str, Any]) -> str:
     values = {k: v for k, v in settings.items() if k not in ("block_bytes", "capture")}
     values["regenerate"] = {k: v for k, v in settings["regenerate"].items() if k not in TRANSPORT}
     values["regenerate"]["server"] = settings["regenerate"]["server"] is not None  # the same server may move
-    values["source"] = [_source_hash(source) for source in settings["source"]]
+    for name in ("source", "evaluation_sets"):
+        values[name] = [_source_hash(source) for source in settings[name]]
     answers = settings["answers"]
     values["answers"] = file_sha256(Path(answers).expanduser()) if answers else None
     spec = target.spec

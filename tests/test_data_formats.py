@@ -181,7 +181,7 @@ def test_last_turn_only_supervises_the_last_answer_of_every_format(target: Targe
 
 def test_every_new_setting_is_a_plain_override() -> None:
     words = ["data.columns.prompt=question", "data.date=2026-01-31", "data.last_turn_only=true"]
-    words += ["data.regenerate.server=http://localhost:8000/v1"]
+    words += ["data.evaluation_sets=[a.jsonl,b.csv]", "data.regenerate.server=http://localhost:8000/v1"]
     words += ["data.regenerate.samples=3", "data.regenerate.temperatures=[0.0,0.7,1.0]"]
     settings = composed("data", *words)[1].data
     settings.check()
@@ -190,5 +190,6 @@ def test_every_new_setting_is_a_plain_override() -> None:
         "2026-01-31",
         True,
     )
+    assert settings.evaluation_sets == ["a.jsonl", "b.csv"]
     assert settings.regenerate.server == "http://localhost:8000/v1"
     assert [settings.regenerate.temperature_of(n) for n in range(3)] == [0.0, 0.7, 1.0]
