@@ -1,5 +1,9 @@
 """Make the data folder: python -m data [name=default] [data=own-prompts] [data.limit=64] [data.regenerate.seed=1] ...
 
+Answers by a server: data.regenerate.server=http://localhost:8000 data.regenerate.server_model=NAME (an API key is read
+from the environment variable DRAFTHEAD_SERVER_KEY). Other data: 'data.source=[FILE]' data.columns.prompt=COLUMN; what
+data.evaluation_sets holds is kept out of training.
+
 Prompts are split by hash, answered by the target, and written as token ids with loss masks to outputs/data/<name>; with
 data.capture.enabled=true the target's hidden states follow in outputs/features/<fingerprint>. Interrupted, it goes on
 where it stopped; finished, it says so in one line. The last line of standard output is a JSON object.

@@ -6,30 +6,34 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from data.asking import Prompt, answer_name
 from data.records import open_bytes
-from data.regenerate import Answers, Prompt
+from data.regenerate import Answers
 
 
 def load_given(path: Path, answers: Answers, prompts: list[Prompt]) -> dict[str, dict[str, Any]]:
-    """Answers of an existing file (.jsonl, .gz, .xz) to these prompts, by key; rows of other prompts are ignored.
+    """Answers of an existing file (.jsonl, .gz, .xz) to these prompts, by name; rows of other prompts are ignored.
 
     A row whose first prompt ids are not ours, or that answers another number of turns, does not fit: it is counted
     on standard error and left out. Raises ValueError when one is of another target, template, temperature or top_p.
     """
     if not path.is_file():
         raise ValueError(f"data.answers={path}: no such file")
-    wanted = {p.key: p for p in prompts}
+    wanted = {p.name: p for p in prompts}
     found: dict[str, dict[str, Any]] = {}
     misfits = 0
     with open_bytes(path) as stream:
         for number, line in enumerate(stream, start=1):
             try:
                 row = json.loads(line)
-                prompt = wanted.get(row["key"])
+                name = answer_name(row["key"], row.get("sample", 0))
+                prompt = wanted.get(name)
                 if prompt is None:
                     continue
                 first = row["turns"][0]["prompt_ids"]
-                ours = {k: v for k, v in answers.origin.items() if k not in ("seed", "max_new_tokens")}
+                ours = {
+                    k: v for k, v in answers.origin_of(prompt.sample).items() if k not in ("seed", "max_new_tokens")
+                }
                 theirs = {k: row.get(k) for k in ours}
             except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
                 raise ValueError(f"data.answers={path}, line {number}: not an answer row ({error!r})") from error
@@ -37,7 +41,7 @@ def load_given(path: Path, answers: Answers, prompts: list[Prompt]) -> dict[str,
                 names = ", ".join(f"{k}: {theirs[k]!r} there, {ours[k]!r} here" for k in ours if theirs[k] != ours[k])
                 raise ValueError(f"data.answers={path}, line {number}: made under other settings ({names})")
             if first == prompt.first_ids and len(row["turns"]) == len(prompt.steps):
-                found[row["key"]] = row
+                found[name] = row
             else:
                 misfits += 1
     if misfits:
@@ -67,4 +71,6 @@ def training_rows(answer: dict[str, Any]) -> Iterator[tuple[str, list[int], list
 
 
 def _row_id(answer: dict[str, Any], turn: int) -> str:
-    return str(answer["id"]) if turn == 0 else f"{answer['id']}#{turn + 1}"
+    """`x`, third turn begun anew `x#3`, second sample `x/1`, both `x/1#3`."""
+    name = answer_name(str(answer["id"]), answer.get("sample", 0))
+    return name if turn == 0 else f"{name}#{turn + 1}"

@@ -5,25 +5,25 @@ sources --read--> rows --split by hash--> (answers by the target | the given ans
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from data import answers, regenerate, split
+from data import answers, split
+from data.asking import Limits, Prompt, RegenerateSettings, to_prompt, with_samples
 from data.chat import Encoded, RowError, encode_row, truncate
 from data.files import file_sha256, write_json
-from data.prompts import Row, read
-from data.records import BLOCK_BYTES, SUFFIXES, Bad
-from data.regenerate import Answers, Limits, Prompt, RegenerateSettings
+from data.fingerprint import fingerprint, finished
+from data.leakage import Overlap
+from data.prompts import Columns, Row, read
+from data.records import BLOCK_BYTES, Bad
+from data.regenerate import Answers
 from data.tally import Tally
-from data.template import ChatFormat
+from data.template import DATE, ChatFormat
 from data.writer import RowWriter
 from heads.target import Target
-
-FORMAT = 2  # raise it when the same settings would give other rows
 
 
 @dataclasses.dataclass
@@ -44,9 +44,13 @@ class DataSettings:
     source: list[str] = dataclasses.field(default_factory=lambda: ["scripts/assets/prompts"])
     hub_split: str = "train"
     hub_config: str | None = None
+    columns: Columns = dataclasses.field(default_factory=Columns)
+    evaluation_sets: list[str] = dataclasses.field(default_factory=list)  # what they hold is kept out of training
     block_bytes: int = BLOCK_BYTES
     heldout_share: float = 0.1
     max_length: int = 1024
+    last_turn_only: bool = False  # supervise the last answer of a conversation alone
+    date: str = DATE  # for chat templates that print the day
     limit: int | None = None  # use only so many conversations, evenly over routes
     min_kept_share: float = 0.5  # stop when more rows than this allows are dropped
     answers: str | None = None  # answers made earlier (.jsonl, .gz, .xz), used for the prompts they fit
@@ -70,13 +74,13 @@ class DataSettings:
 def build(target: Target, settings: DataSettings, folder: Path) -> dict[str, Any]:
     """Make (or find) the data folder; returns its manifest. Raises ValueError for unusable input or settings."""
     settings.check()
-    fingerprint = _fingerprint(target, settings)
-    if manifest := _finished(folder, fingerprint):
+    identity = fingerprint(target, dataclasses.asdict(settings))
+    if manifest := finished(folder, identity):
         print(f"data: {folder} is up to date ({manifest['counts']['kept']} rows), nothing to do", file=sys.stderr)
         return manifest
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "manifest.json").unlink(missing_ok=True)
-    chat = ChatFormat(target.tokenizer)
+    chat = ChatFormat(target.tokenizer, date=settings.date)
     writer = RowWriter(folder, target, Tally(", ".join(settings.source)))
     with writer:
         rows = _chosen(settings, writer)
@@ -88,7 +92,7 @@ def build(target: Target, settings: DataSettings, folder: Path) -> dict[str, Any
     spec = target.spec
     manifest = {
         "kind": "data",
-        "fingerprint": fingerprint,
+        "fingerprint": identity,
         "target": {k: getattr(spec, k) for k in ("name", "revision", "tokenizer_hash", "template_hash")},
         "settings": dataclasses.asdict(settings),
         "counts": counts,
@@ -102,8 +106,8 @@ def build(target: Target, settings: DataSettings, folder: Path) -> dict[str, Any
 def _chosen(settings: DataSettings, writer: RowWriter) -> Iterator[tuple[Row, str, str]]:
     """(row, key, split) of the rows that take part, in file order; the others are written to the rejects.
 
-    Two passes over the source: the first proves that all of it can be read, before any work starts, and holds a few
-    hashes a row; only the second holds rows, one at a time.
+    Three passes over the source: the first proves that all of it can be read, before any work starts, and holds a few
+    hashes a row; the second knows what is held out; only the third holds rows, one at a time.
     """
     unique = split.user_key if settings.regenerate.enabled else split.whole_key
     items: dict[str, split.Item] = {}
@@ -117,6 +121,7 @@ def _chosen(settings: DataSettings, writer: RowWriter) -> Iterator[tuple[Row, st
     trial.check_share(settings.min_kept_share)
     sides = split.assign(items.values(), settings.heldout_share, settings.limit)
     writer.limited = len(items) - len(sides)
+    held = _protected(settings, {name for name, side in sides.items() if side == "heldout"}, unique)
     seen: set[str] = set()
     for row in _read(settings):
         if isinstance(row, Bad):
@@ -125,13 +130,35 @@ def _chosen(settings: DataSettings, writer: RowWriter) -> Iterator[tuple[Row, st
             writer.drop(Bad(row.file, row.line, "exact_repeat", f"id {row.id}"))
         else:
             seen.add(name)
-            if name in sides:
-                yield row, items[name].key, sides[name]
+            side = sides.get(name)
+            leak = held.find(row) if side == "train" else None
+            if leak is not None:
+                writer.drop(Bad(row.file, row.line, leak[0], f"the user text of {leak[1]}"))
+            elif side is not None:
+                yield row, items[name].key, side
 
 
 def _read(settings: DataSettings) -> Iterator[Row | Bad]:
     for source in settings.source:
-        yield from read(source, settings.block_bytes, settings.hub_split, settings.hub_config)
+        yield from read(source, settings.block_bytes, settings.hub_split, settings.hub_config, settings.columns)
+
+
+def _protected(settings: DataSettings, heldout: set[str], unique: Callable[[Row], str]) -> Overlap:
+    """Everything that training must not see: the rows held out and the evaluation sets (under our own field names)."""
+    held = Overlap()
+    for row in _read(settings) if heldout else ():
+        if isinstance(row, Row) and unique(row) in heldout:
+            held.add(row)
+    for source in settings.evaluation_sets:
+        unread = 0
+        for row in read(source, settings.block_bytes):
+            if isinstance(row, Row):
+                held.add(row)
+            else:
+                unread += 1
+        if unread:
+            print(f"data: {unread} rows of evaluation set {source} cannot be read or protected", file=sys.stderr)
+    return held
 
 
 def _as_given(
@@ -139,7 +166,8 @@ def _as_given(
 ) -> None:
     for row, key, side in rows:
         try:
-            writer.keep(encode_row(chat, row, settings.max_length), row.id, key, row.route, side, row.where)
+            encoded = encode_row(chat, row, settings.max_length, settings.last_turn_only)
+            writer.keep(encoded, row.id, key, row.route, side, row.where)
         except RowError as error:
             writer.drop(Bad(row.file, row.line, error.reason, error.detail))
 
@@ -156,10 +184,11 @@ def _answered(
     prompts: list[Prompt] = []
     for row, key, side in rows:
         try:
-            prompts.append(regenerate.to_prompt(chat, row, key, side, limits))
+            prompts.append(to_prompt(chat, row, key, side, limits))
         except RowError as error:
             writer.drop(Bad(row.file, row.line, error.reason, error.detail))
     writer.tally.check_share(settings.min_kept_share)
+    prompts = with_samples(prompts, settings.regenerate.samples)
     made_by = Answers(target, chat, settings.regenerate, folder)
     given = answers.load_given(Path(settings.answers).expanduser(), made_by, prompts) if settings.answers else {}
     if given or settings.answers:
@@ -173,43 +202,20 @@ def _answered(
     writer.names.add(made.name)
     with made.open(encoding="utf-8") as stream:
         for prompt, line in zip(prompts, stream, strict=True):
-            _keep_answer(prompt, json.loads(line), settings.max_length, writer)
+            _keep_answer(prompt, json.loads(line), settings, writer)
 
 
-def _keep_answer(prompt: Prompt, answer: dict[str, Any], max_length: int, writer: RowWriter) -> None:
+def _keep_answer(prompt: Prompt, answer: dict[str, Any], settings: DataSettings, writer: RowWriter) -> None:
     kept = False
-    for name, ids, spans in answers.training_rows(answer):
+    first = prompt.sample == 0  # a conversation is counted as read with its first sample
+    found = list(answers.training_rows(answer))
+    for name, ids, spans in [(n, i, s[-1:]) for n, i, s in found[-1:]] if settings.last_turn_only else found:
         with contextlib.suppress(RowError):  # a later turn past max_length; its conversation is kept by its first
-            encoded = truncate(Encoded(ids, spans), max_length)
-            writer.keep(encoded, name, prompt.key, prompt.row.route, prompt.split, prompt.row.where, first=not kept)
+            encoded = truncate(Encoded(ids, spans), settings.max_length)
+            writer.keep(encoded, name, prompt.key, prompt.row.route, prompt.split, prompt.row.where, first and not kept)
             kept = True
+    if answer.get("retokenised"):
+        writer.retokenised += 1
     if not kept:
-        writer.drop(Bad(prompt.row.file, prompt.row.line, "no_supervised_tokens_after_truncation"))
-
-
-def _fingerprint(target: Target, settings: DataSettings) -> str:
-    """Hash of everything the rows depend on: contents of the sources (not their names), settings, target, template."""
-    values = dataclasses.asdict(settings)
-    for name in ("source", "answers", "block_bytes", "capture"):
-        values.pop(name)
-    values["sources"] = [_source_hash(source) for source in settings.source]
-    values["answers"] = file_sha256(Path(settings.answers).expanduser()) if settings.answers else None
-    spec = target.spec
-    values["target"] = [spec.name, spec.revision, spec.tokenizer_hash, spec.template_hash, spec.dtype, FORMAT]
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def _source_hash(source: str) -> list[str]:
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return [file_sha256(p) for p in sorted(path.iterdir()) if p.name.endswith(SUFFIXES)]
-    return [file_sha256(path)] if path.is_file() else [source]
-
-
-def _finished(folder: Path, fingerprint: str) -> dict[str, Any] | None:
-    path = folder / "manifest.json"
-    if not path.is_file():
-        return None
-    manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    whole = all((folder / n).is_file() and file_sha256(folder / n) == sha for n, sha in manifest["files"].items())
-    return manifest if manifest["fingerprint"] == fingerprint and whole else None
+        reason = "no_supervised_tokens_after_truncation" if found else "no_answer"
+        writer.drop(Bad(prompt.row.file, prompt.row.line, reason, f"sample {prompt.sample}" * (not first)), first)

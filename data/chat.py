@@ -14,7 +14,8 @@ rejected. The end of turn of an empty answer is not supervised.
 from dataclasses import dataclass, field
 from typing import Any
 
-from data.prompts import Message, Row
+from data.messages import Message
+from data.prompts import Row
 from data.template import RENDER_ERRORS, SENTINEL, ChatFormat
 
 Span = tuple[int, int]
@@ -43,9 +44,14 @@ class Encoded:
         return sum(b - a for a, b in self.spans)
 
 
-def encode_row(chat: ChatFormat, row: Row, max_length: int | None = None) -> Encoded:
-    """Ids and spans of one conversation. Raises RowError with the reason it cannot be used."""
-    encoded = _encode_text(chat, row.text) if row.text is not None else _encode_messages(chat, row)
+def encode_row(chat: ChatFormat, row: Row, max_length: int | None = None, last_turn_only: bool = False) -> Encoded:
+    """Ids and spans of one conversation, or of its last answer alone. Raises RowError when it cannot be used."""
+    if row.ids is not None:
+        encoded = encode_ids(chat, row.ids, row.mask or [])
+    else:
+        encoded = _encode_text(chat, row.text) if row.text is not None else _encode_messages(chat, row, last_turn_only)
+    if last_turn_only:
+        encoded.spans, encoded.texts = encoded.spans[-1:], encoded.texts[-1:]
     return encoded if max_length is None else truncate(encoded, max_length)
 
 
@@ -72,7 +78,18 @@ def has_content(message: Message) -> bool:
     return message["role"] == "assistant" and bool(message["content"] or message.get("tool_calls"))
 
 
-def _encode_messages(chat: ChatFormat, row: Row) -> Encoded:
+def encode_ids(chat: ChatFormat, ids: list[int], mask: list[bool]) -> Encoded:
+    """Ids and mask made elsewhere: each run of supervised tokens is a span."""
+    size = len(chat.tokenizer)
+    if outside := [i for i in ids if not 0 <= i < size]:
+        raise RowError("ids_outside_vocabulary", f"id {outside[0]} with a tokenizer of {size} ids")
+    edges = [t for t in range(len(ids) + 1) if (t > 0 and mask[t - 1]) != (t < len(ids) and mask[t])]
+    if not edges:
+        raise RowError("no_supervised_tokens", "the row's own mask supervises nothing")
+    return Encoded(ids, list(zip(edges[::2], edges[1::2], strict=True)))
+
+
+def _encode_messages(chat: ChatFormat, row: Row, last_turn_only: bool = False) -> Encoded:
     turns = [i for i, message in enumerate(row.messages) if has_content(message)]
     if not turns:
         raise RowError("no_assistant_content", "no assistant message holds any content")
@@ -81,12 +98,15 @@ def _encode_messages(chat: ChatFormat, row: Row) -> Encoded:
         text = text or chat.render(row.messages, row.tools)
     except RENDER_ERRORS as error:
         raise RowError("template_rejected_row", str(error)) from error
+    found: list[Span | None]
     if marked:
-        spans, skipped = _marked_spans(chat, text, marked), 0
+        found = _marked_spans(chat, row, text, marked)
     else:
         found = [_turn_span(chat, row, text, i) for i in turns]
-        spans = [span for span in found if span is not None]
-        skipped = len(found) - len(spans)
+    if last_turn_only:
+        found = found[-1:]
+    spans = [span for span in found if span is not None]
+    skipped = len(found) - len(spans)
     if not spans:
         raise RowError("unstable_boundary", "no answer follows the prompt that serving would send for it")
     for a, b in spans:
@@ -97,14 +117,24 @@ def _encode_messages(chat: ChatFormat, row: Row) -> Encoded:
     return Encoded(ids, token_spans, skipped, texts=[text[a:b] for a, b in spans])
 
 
-def _marked_spans(chat: ChatFormat, text: str, marked: list[Span]) -> list[Span]:
-    """Generation markers as spans that end with the end of turn, wherever the template's author put the tag."""
-    spans = []
+def _marked_spans(chat: ChatFormat, row: Row, text: str, marked: list[Span]) -> list[Span | None]:
+    """Generation markers as spans that end with the end of turn, wherever the template's author put the tag.
+
+    A span begins where the prompt that serving sends ends, wherever the tag stands; None where serving sends no prompt
+    that this text begins with: a template that rewrites history.
+    """
+    turns = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
+    asked = [_try_render(chat, row.messages[:i], row.tools, prompt=True) for i in turns]
+    starts = [len(prompt) for prompt in asked if prompt is not None and text.startswith(prompt)]
+    spans: list[Span | None] = []
+    earliest = 0
     for a, b in marked:
         end = chat.last_end(text[a:b])
         b = a + end if end is not None else b + chat.end_length(text[b:])
         if text[a:b].strip() != chat.end_text:  # an empty turn
-            spans.append((a, b))
+            start = max((start for start in starts if earliest <= start < b), default=None)
+            spans.append(None if start is None else (start, b))
+        earliest = b
     return spans
 
 
@@ -148,9 +178,9 @@ def _end_by_sentinel(chat: ChatFormat, row: Row, text: str, turn: int, start: in
     return content_end + chat.end_length(after)
 
 
-def _try_render(chat: ChatFormat, messages: list[Message], tools: list[Any] | None) -> str | None:
+def _try_render(chat: ChatFormat, messages: list[Message], tools: list[Any] | None, prompt: bool = False) -> str | None:
     try:
-        return chat.render(messages, tools)
+        return chat.render(messages, tools, prompt)
     except RENDER_ERRORS:
         return None
 

@@ -16,12 +16,14 @@ def user_key(row: Row) -> str:
     """sha256 (hex) of the conversation without its answers: system, user and tool messages, and the tools offered."""
     if row.text is not None:
         return _digest(["text", row.text])
+    if row.ids is not None:  # its context alone: another answer to it stands on the same side
+        return _digest(["ids", [i for i, own in zip(row.ids, row.mask or [], strict=True) if not own]])
     return _digest([[[m["role"], m["content"]] for m in row.messages if m["role"] != "assistant"], row.tools])
 
 
 def whole_key(row: Row) -> str:
     """sha256 (hex) of the whole conversation: equal for exact repeats only."""
-    return _digest([row.messages, row.tools, row.text])
+    return _digest([row.messages, row.tools, row.text, *([row.ids, row.mask] if row.ids is not None else [])])
 
 
 def is_heldout(key: str, share: float) -> bool:

@@ -57,8 +57,10 @@ class Tally:
         self.check_share(min_kept_share)
 
     def check_share(self, min_kept_share: float) -> None:
-        """Refuse when less than `min_kept_share` of the rows read are kept; exact repeats are no loss."""
-        lost = sum(n for reason, n in self.dropped.items() if reason != "exact_repeat")
+        """Refuse when less than `min_kept_share` of the rows read are kept; repeats and leaks are no loss."""
+        lost = sum(
+            n for reason, n in self.dropped.items() if reason != "exact_repeat" and not reason.startswith("leak_")
+        )
         if self.read and (self.read - lost) / self.read < min_kept_share:
             raise DataError(
                 "too_few_rows_kept",

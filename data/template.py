@@ -9,15 +9,37 @@ Nothing is assumed about the template's language: no pattern is written down her
 tokenizer are looked for in what the template itself wrote around our sentinel.
 """
 
+import datetime
+import json
 import logging
+import re
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 
 SENTINEL = "QXZSENTINELZXQ"
-DATE = "2025-01-01"  # handed to templates that print today's date, so that the same rows give the same ids every day
+DATE = "2025-01-01"  # the day on which templates that print the date render, so that ids are the same on every day
 RENDER_ERRORS = (TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError)
+CLOCK = re.compile(r"""strftime_now\(\s*(?:format\s*=\s*)?(['"])(?P<format>.*?)\1\s*\)""")
 log = logging.getLogger(__name__)
+
+
+def pin_date(template: str, date: str) -> str:
+    """The template with the day written in: `strftime_now("%d %b %Y")` -> `"01 Jan 2025"`.
+
+    In its text, because the renderer lets no function of ours replace its clock. Raises ValueError for another date
+    than YYYY-MM-DD; warns of a call that shows no format to write out.
+    """
+    try:
+        day = datetime.datetime.fromisoformat(date)
+    except ValueError as error:
+        raise ValueError(f"data.date={date!r}: give a day like {DATE}") from error
+    pinned = CLOCK.sub(lambda call: json.dumps(day.strftime(call["format"])), template)
+    if "strftime_now(" in pinned:
+        log.warning("this chat template prints the date in a way that cannot be pinned: two days give different data")
+    else:
+        log.warning("this chat template prints the date: rendered as on %s (data.date)", date)
+    return pinned
 
 
 class ChatFormat:
@@ -32,9 +54,7 @@ class ChatFormat:
             raise ValueError("the tokenizer has no chat template: use an instruct model or give a template file")
         self.kwargs = dict(kwargs)
         if "strftime_now" in self.template:
-            self.kwargs.setdefault("date_string", date)
-            if "date_string" not in self.template:
-                log.warning("this chat template prints today's date: data made on two days will differ")
+            self.template = pin_date(self.template, date)
         self.has_markers = "endgeneration" in self.template
         special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         self.special = sorted(dict.fromkeys(special), key=len, reverse=True)

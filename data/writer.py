@@ -20,7 +20,7 @@ class RowWriter:
     """Train, held-out and rejects files under temporary names, until `finish` moves them into place."""
 
     def __init__(self, folder: Path, target: Target, tally: Tally) -> None:
-        self.folder, self.tally, self.limited = folder, tally, 0
+        self.folder, self.tally, self.limited, self.retokenised = folder, tally, 0, 0
         self.names = {"train.jsonl", "heldout.jsonl", "rejects.jsonl", "counts.safetensors"}
         self.counter = TokenCounter(target.spec.vocab_size)
         self.sides: Counter[str] = Counter()
@@ -35,8 +35,10 @@ class RowWriter:
         for stream in self.streams.values():
             stream.close()
 
-    def drop(self, bad: Bad) -> None:
-        self.tally.drop(bad)
+    def drop(self, bad: Bad, counted: bool = True) -> None:
+        """`counted` is false for a part of a conversation that is counted already: it is listed all the same."""
+        if counted:
+            self.tally.drop(bad)
         self.streams["rejects"].write(json.dumps(dataclasses.asdict(bad)) + "\n")
 
     def keep(self, row: Encoded, name: str, key: str, route: str, side: str, where: str, first: bool = True) -> None:
@@ -63,4 +65,5 @@ class RowWriter:
             os.replace(self.folder / f"{name}.tmp", self.folder / name)
         self.tally.read += self.limited  # read = kept + dropped + limited
         names = (f"{side}{part}" for side in ("train", "heldout") for part in ("", "_tokens", "_supervised"))
-        return {**self.tally.as_dict(), "limited": self.limited, **{name: self.sides[name] for name in names}}
+        counts = {**self.tally.as_dict(), "limited": self.limited, **{name: self.sides[name] for name in names}}
+        return {**counts, "retokenised": self.retokenised} if self.retokenised else counts

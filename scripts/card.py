@@ -119,7 +119,8 @@ def data_facts(facts: dict[str, Any], outputs: Path) -> list[str]:
             counts, made = manifest["counts"], manifest["settings"].get("regenerate", {})
             answers = "answers as given"
             if made.get("enabled"):
-                answers = f"answers by the target itself, temperature {made['temperature']:g}, top-p {made['top_p']:g}"
+                temperatures = ", ".join(f"{t:g}" for t in made.get("temperatures") or [made["temperature"]])
+                answers = f"answers by the target itself, temperature {temperatures}, top-p {made['top_p']:g}"
             return [
                 f"Data: folder `{path.parent.name}`, fingerprint `{wanted}`, {answers}",
                 f"Conversations: {counts['train']:,} for training, {counts['heldout']:,} held out, "

@@ -11,10 +11,10 @@ from tiny import tiny_target
 from tiny_chat import CHATML, byte_tokenizer
 
 from data import rows
+from data.asking import RegenerateSettings
 from data.build import CaptureSettings, DataSettings, build
 from data.capture import capture, default_taps
 from data.records import DataError
-from data.regenerate import RegenerateSettings
 from data.store import Store
 from heads.target import Target
 

@@ -1,5 +1,6 @@
 """Claim: answers are the target's own, exact to the id, whatever the batch, and identical after any interruption."""
 
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -11,9 +12,10 @@ from tiny import tiny_target
 from tiny_chat import byte_tokenizer
 
 from data.answers import load_given, training_rows
+from data.asking import Limits, Prompt, RegenerateSettings, answerable, to_prompt, with_samples
 from data.generate import generate, sample, uniforms
 from data.prompts import to_row
-from data.regenerate import Answers, Limits, Prompt, RegenerateSettings, answerable, to_prompt
+from data.regenerate import Answers
 from data.template import ChatFormat
 from heads.target import Target
 
@@ -183,6 +185,52 @@ def test_given_answers_that_merge_or_miss_turns_are_left_out_and_made_anew(
     given = load_given(tmp_path / "given.jsonl", made_by, asked)
     assert sorted(given) == [asked[0].key, asked[3].key]
     assert "2 answers of" in capsys.readouterr().err
+
+
+def test_samples_of_a_prompt_differ_keep_their_temperature_and_stand_side_by_side(
+    target: Target, tmp_path: Path
+) -> None:
+    many = dataclasses.replace(SETTINGS, samples=3, temperatures=[0.8, 1.5])
+    asked = prompts(target, 4)
+    asked[2] = dataclasses.replace(asked[2], split="heldout")
+    made = answers(target, tmp_path / "many", many).make(with_samples(asked, 3))
+    rows = [json.loads(line) for line in made.read_text().splitlines()]
+    names = [(row["id"], row.get("sample", 0), row["temperature"]) for row in rows]
+    each = [(0, 0.8), (1, 1.5), (2, 0.8)]
+    assert names == [(f"id{n}", s, t) for n in range(4) for s, t in (each[:1] if n == 2 else each)]
+    assert len({str(row["turns"][0]["output_ids"]) for row in rows if row["id"] == "id0"}) == 3
+    one = answers(target, tmp_path / "one").make(asked).read_text().splitlines()
+    assert [json.loads(line) for line in one] == [row for row in rows if "sample" not in row]
+    assert [name for name, _, _ in training_rows(rows[1])] == ["id0/1"]
+
+
+def test_samples_are_resumed_and_given_one_by_one(target: Target, tmp_path: Path) -> None:
+    many = dataclasses.replace(SETTINGS, samples=3, temperatures=[0.8, 1.5])
+    asked = with_samples(prompts(target, 4), 3)
+    made_by = answers(target, tmp_path, many)
+    whole = made_by.make(asked).read_bytes()
+    partial = _partial_file(made_by, asked)
+    for cut in random.Random(2).sample(range(len(partial)), 4):
+        made_by.partial.write_bytes(partial[:cut])
+        assert made_by.make(asked).read_bytes() == whole
+    given = load_given(made_by.final, made_by, asked[1:8])
+    assert sorted(given) == sorted(prompt.name for prompt in asked[1:8])
+    assert load_given(made_by.final, answers(target, tmp_path), asked[::3]).keys() == {p.key for p in asked[::3]}
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"samples": 2, "temperature": 0.0}, "several of them are greedy"),
+        ({"samples": 2, "temperatures": [0.5, 0.6, 0.7]}, "from one temperature to one per sample"),
+        ({"temperatures": []}, "from one temperature to one per sample"),
+        ({"temperatures": [-0.5]}, "data.regenerate.temperatures=.* out of range"),
+        ({"samples": 0}, "data.regenerate.samples=0 is out of range"),
+    ],
+)
+def test_samples_that_would_be_equal_or_unused_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RegenerateSettings(**settings).check()
 
 
 @pytest.mark.parametrize(

@@ -155,9 +155,59 @@ def test_truncation_before_the_first_answer_is_refused() -> None:
     assert refused.value.reason == "no_supervised_tokens_after_truncation"
 
 
-def test_a_template_with_todays_date_renders_alike_on_every_day() -> None:
-    dated = "{{ date_string if date_string is defined else strftime_now('%Y-%m-%d') }}" + CHATML
-    assert ChatFormat(byte_tokenizer(), dated).render(row(("user", "a")).messages).startswith("2025-01-01")
+@pytest.mark.parametrize(
+    "dated, shown",
+    [
+        ("{{ date_string if date_string is defined else strftime_now('%Y-%m-%d') }}", "2024-07-26"),
+        ('{{ strftime_now( "%d %b %Y" ) if strftime_now is defined }}', "26 Jul 2024"),
+    ],
+)
+@pytest.mark.parametrize("body", [CHATML, CHATML_MARKED])
+def test_a_template_with_todays_date_renders_as_on_the_pinned_day(dated: str, shown: str, body: str) -> None:
+    chat = ChatFormat(byte_tokenizer(), dated + body, date="2024-07-26")
+    turns = row(("user", "a"), ("assistant", "b"))
+    assert chat.render(turns.messages).startswith(shown)
+    encoded = encode_row(chat, turns)
+    assert chat.tokenizer.decode(encoded.ids).startswith(shown) and supervised(chat, encoded) == ["b<|im_end|>"]
+    with pytest.raises(ValueError, match="data.date='yesterday': give a day like 2025-01-01"):
+        ChatFormat(byte_tokenizer(), dated + body, date="yesterday")
+
+
+def test_a_clock_that_cannot_be_pinned_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    ChatFormat(byte_tokenizer(), "{% set f = '%Y' %}{{ strftime_now(f) }}" + CHATML)
+    assert "cannot be pinned" in caplog.text
+
+
+# Reasoning goes from earlier answers, and the marked part begins after what the generation prompt opens.
+THINK_MARKED = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' %}{% if loop.index0 > ns.last %}<think>\n{% endif %}{% generation %}"
+    "{% if loop.index0 > ns.last %}{{ m['reasoning_content'] }}</think>{% endif %}{{ m['content'] + '<|im_end|>' }}"
+    "{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+def test_a_marked_answer_whose_prompt_serving_never_sends_is_context_only() -> None:
+    chat = ChatFormat(byte_tokenizer(), THINK_MARKED)
+    turns = (("user", "q"), ("assistant", "one"), ("user", "r"), ("assistant", "two"))
+    encoded = encode_row(chat, row(*turns, reasoning_content="because"))
+    # serving opens every answer with <think>; the first one stands here without it
+    assert supervised(chat, encoded) == ["because</think>two<|im_end|>"]
+    assert encoded.skipped_turns == 1
+    sent = chat.encode([chat.render(row(*turns[:3], reasoning_content="because").messages, prompt=True)])[0]
+    assert encoded.ids[: encoded.spans[0][0]] == sent
+
+
+MARKED_LATE = CHATML_MARKED.replace("{% generation %}{{ m['content']", "{{ '<think>' }}{% generation %}{{ m['content']")
+
+
+def test_a_marked_answer_begins_where_servings_prompt_ends_wherever_the_tag_stands() -> None:
+    chat = ChatFormat(byte_tokenizer(), MARKED_LATE)
+    turns = (("user", "q"), ("assistant", "one"), ("user", "r"), ("assistant", "two"))
+    assert supervised(chat, encode_row(chat, row(*turns))) == ["<think>one<|im_end|>", "<think>two<|im_end|>"]
+    assert supervised(chat, encode_row(chat, row(*turns), last_turn_only=True)) == ["<think>two<|im_end|>"]
 
 
 def test_missing_template_is_one_clear_error() -> None:

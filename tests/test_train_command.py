@@ -11,8 +11,8 @@ from tiny_chat import byte_tokenizer
 from toys import largest_gap, weights
 
 from conf.launch import LauncherSettings
+from data.asking import RegenerateSettings
 from data.build import DataSettings, build
-from data.regenerate import RegenerateSettings
 from heads.eagle3 import Eagle3Config
 from heads.hub import load_head, read_facts
 from heads.medusa import MedusaConfig
