@@ -14,7 +14,7 @@ PACKAGES = ("train", "heads", "data", "conf", "eval", "scripts", "tests")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "heads": (),
     "conf": (),
-    "data": ("heads.target",),
+    "data": ("heads.target", "heads.spec"),
     "train": ("data", "heads"),
     "eval": ("heads", "data"),
     "scripts": ("train", "heads", "data", "conf", "eval"),
