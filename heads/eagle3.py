@@ -172,7 +172,8 @@ class Eagle3(nn.Module):
         layer, attn = self.midlayer, self.midlayer.self_attn
         n = feature.shape[1]
         mixed = layer.mix(embedding, feature)
-        cos, sin = self.rotary(feature, cache.lengths[:, None] + torch.arange(n))
+        positions = (cache.lengths[:, None] + torch.arange(n)).to(feature.device)
+        cos, sin = self.rotary(feature, positions)
         query = rotate(attn.split(mixed, attn.q_proj), cos, sin)
         keys, values, mask = cache.write(
             rotate(attn.split(mixed, attn.k_proj), cos, sin), attn.split(mixed, attn.v_proj)

@@ -78,7 +78,7 @@ class LayerCache:
         self.keys[rows, :, where] = keys.transpose(1, 2)
         self.values[rows, :, where] = values.transpose(1, 2)
         self.lengths = self.lengths + n
-        mask = torch.arange(longest) <= where[:, None, :, None]
+        mask = (torch.arange(longest) <= where[:, None, :, None]).to(keys.device)
         return self.keys[:, :, :longest], self.values[:, :, :longest], mask
 
     def crop(self, lengths: Tensor) -> None:

@@ -75,9 +75,9 @@ def evaluate(objective: Objective, batch: Batch, steps: int, max_tokens: int, al
             tally.alpha[i], tally.alpha_greedy[i] = _alphas(objective, logits, guess, last)
     right = correct.cumprod(-1).bool()
     before = torch.cat([torch.ones_like(right[..., :1]), right[..., :-1]], dim=-1)
-    tally.slots += exists.sum((0, 1))
-    tally.joint += (right & exists).sum((0, 1))
-    tally.reach += (before & exists).sum((0, 1))
+    tally.slots += exists.sum((0, 1)).cpu()
+    tally.joint += (right & exists).sum((0, 1)).cpu()
+    tally.reach += (before & exists).sum((0, 1)).cpu()
     _replay(tally, batch, slots, real, accepted_runs(correct.flatten(0, 1), exists.flatten(0, 1)), max_tokens)
     return tally
 
