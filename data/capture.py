@@ -23,28 +23,8 @@ from data.build import CaptureSettings
 from data.files import free_bytes, write_json
 from data.rows import DataRow
 from data.store import DTYPES, shard_name
-from heads.spec import TargetSpec
+from heads.spec import TargetSpec, check_taps, default_taps
 from heads.target import Target
-
-
-def default_taps(num_layers: int) -> list[int]:
-    """[2, L // 2, L - 3]. Raises ValueError where these are not distinct, ascending and inside the model."""
-    taps = [2, num_layers // 2, num_layers - 3]
-    if sorted(set(taps)) != taps or taps[0] < 0:
-        raise ValueError(
-            f"the default taps {taps} do not fit a target of {num_layers} layers: set data.capture.taps, for example "
-            f"[0,{num_layers // 2},{num_layers}] without repeats"
-        )
-    return taps
-
-
-def check_taps(taps: Sequence[int], num_layers: int) -> list[int]:
-    """Ascending, distinct, inside 0..L. Raises ValueError naming them."""
-    if list(taps) != sorted(set(taps)) or any(not 0 <= t <= num_layers for t in taps):
-        raise ValueError(
-            f"taps {list(taps)} must be distinct, ascending and inside 0..{num_layers} (the target's layers)"
-        )
-    return list(taps)
 
 
 def folder_for(
@@ -66,7 +46,11 @@ def capture(
     if settings.shard_rows < 1:
         raise ValueError(f"data.capture.shard_rows={settings.shard_rows}: at least 1")
     layers = target.spec.num_layers
-    taps = default_taps(layers) if settings.taps is None else check_taps(settings.taps, layers)
+    key = "data.capture.taps"
+    if settings.taps is None:
+        taps = default_taps(layers, key)
+    else:  # none at all is enough for heads that read the last feature only
+        taps = list(check_taps(settings.taps, layers, key)) if settings.taps else []
     data_rows = rows.load(data_folder, split, target.spec)
     identity = _identity(data_folder, split, target.spec, taps, settings.dtype)
     folder = Path(outputs) / "features" / identity["fingerprint"]

@@ -14,8 +14,6 @@ from heads.layers import HeadInput
 from heads.replay import accepted_runs, walk_rounds
 from heads.target import Target
 
-Texts = Sequence[tuple[list[int], list[int]]]  # (prompt ids, output ids)
-
 
 @torch.inference_mode()
 def slot_runs(target: Target, head: Any, prompt: list[int], output: list[int], k: int) -> list[int]:

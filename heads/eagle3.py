@@ -34,7 +34,7 @@ from heads.layers import (
     rotate,
     unrolled_attention,
 )
-from heads.spec import TargetSpec
+from heads.spec import TargetSpec, check_taps, default_taps
 
 
 @dataclasses.dataclass
@@ -46,25 +46,6 @@ class Eagle3Config:
     ttt_steps: int = 3  # J; the paper trains 7
     init: str = "induction"  # random (paper) | target | induction, see heads/starts.py
     max_draft: int = 16
-
-
-def default_taps(num_layers: int) -> list[int]:
-    """[2, L // 2, L - 3], refused with the layer count where these are not distinct, ascending and inside the model."""
-    taps = [2, num_layers // 2, num_layers - 3]
-    if not 0 < taps[0] < taps[1] < taps[2] <= num_layers:
-        raise ValueError(
-            f"the default taps [2, L//2, L-3] are {taps} for a target of {num_layers} layers, not distinct and "
-            "ascending: set head.taps explicitly, for example head.taps=[0,1,2]"
-        )
-    return taps
-
-
-def check_taps(taps: list[int], num_layers: int) -> tuple[int, ...]:
-    if not taps or sorted(set(taps)) != list(taps) or taps[0] < 0 or taps[-1] > num_layers:
-        raise ValueError(
-            f"head.taps={list(taps)} must be distinct, ascending and inside 0..{num_layers} (the target's layers)"
-        )
-    return tuple(taps)
 
 
 class DraftLayer(nn.Module):

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -69,6 +70,26 @@ def read_spec(target: Any, name: str, revision: str) -> TargetSpec:
         template_hash=_hash(str(getattr(tokenizer, "chat_template", None))),
         dtype=str(next(target.model.parameters()).dtype).removeprefix("torch."),
     )
+
+
+def default_taps(num_layers: int, key: str = "head.taps") -> list[int]:
+    """[2, L // 2, L - 3]. Raises ValueError, naming the setting `key`, where these are not distinct and ascending."""
+    taps = [2, num_layers // 2, num_layers - 3]
+    if not 0 < taps[0] < taps[1] < taps[2] <= num_layers:
+        raise ValueError(
+            f"the default taps [2, L//2, L-3] are {taps} for a target of {num_layers} layers, not distinct and "
+            f"ascending: set {key} explicitly, for example {key}=[0,1,2]"
+        )
+    return taps
+
+
+def check_taps(taps: Sequence[int], num_layers: int, key: str = "head.taps") -> tuple[int, ...]:
+    """At least one tap, distinct, ascending, inside 0..L. Raises ValueError naming the setting `key`."""
+    if not taps or sorted(set(taps)) != list(taps) or taps[0] < 0 or taps[-1] > num_layers:
+        raise ValueError(
+            f"{key}={list(taps)} must be distinct, ascending and inside 0..{num_layers} (the target's layers)"
+        )
+    return tuple(taps)
 
 
 def _eos_ids(target: Any) -> tuple[int, ...]:

@@ -13,9 +13,10 @@ from tiny_chat import CHATML, byte_tokenizer
 from data import rows
 from data.asking import RegenerateSettings
 from data.build import CaptureSettings, DataSettings, build
-from data.capture import capture, default_taps
+from data.capture import capture
 from data.records import DataError
 from data.store import Store
+from heads.spec import default_taps
 from heads.target import Target
 
 

@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_target
 from toys import eagle3, largest_gap, medusa, weights
 
-from heads.eagle3 import Eagle3, Eagle3Config, check_taps, default_taps
+from heads.eagle3 import Eagle3, Eagle3Config
 from heads.hub import build_head, load_head, read_facts, save_head
 from heads.medusa import Medusa, MedusaConfig
+from heads.spec import check_taps, default_taps
 
 DRAFT = [0, 3, 4, 9, 15]
 

@@ -155,7 +155,8 @@ def test_the_command_check_can_fail(root: Path) -> None:
 
 @pytest.mark.parametrize("script", ["setup", "test", "quickstart"])
 def test_scripts_are_valid_bash(root: Path, script: str) -> None:
-    subprocess.run(["bash", "-n", str(root / "scripts" / f"{script}.sh")], check=True)
+    read = subprocess.run(["bash", "-n", str(root / "scripts" / f"{script}.sh")], capture_output=True, text=True)
+    assert read.returncode == 0, read.stderr
 
 
 def test_quickstart_refuses_an_unknown_flag_with_its_usage(root: Path) -> None:

@@ -12,7 +12,7 @@ from toys import batch_of, eagle3, head_input, tokens
 
 from heads.layers import HeadInput
 from heads.target import Target
-from train.batches import batch_at, collate, epoch_order, share
+from train.batches import Order, collate, epoch_order, share
 from train.objective import slot_counts
 from train.unroll import at_slots, pick_slots, step_mask
 
@@ -144,7 +144,7 @@ def test_every_step_trains_on_the_same_rows_whatever_the_ranks_and_micro_batches
 
 def test_ten_rows_in_batches_of_four_are_three_steps_and_the_last_is_divided_by_its_own_slots() -> None:
     lengths = [5] * 10
-    batches = [batch_at(lengths, 4, seed=0, step=step) for step in range(6)]
+    batches = [Order(lengths, 4, seed=0).at(step) for step in range(6)]
     assert sorted(len(batch) for batch in batches[:3]) == [2, 4, 4]
     assert sorted(sum(batches[:3], [])) == sorted(sum(batches[3:], [])) == list(range(10))
     short = min(batches[:3], key=len)
@@ -204,7 +204,7 @@ def test_case_pad_equals_eos(shared: Path) -> None:
 def test_case_last_partial_window(shared: Path) -> None:
     case = numeric(shared, "last-partial-window")
     per_epoch = case["expect"]["optimizer_steps_per_epoch"]
-    sizes = [len(batch_at([5] * case["micro_batches"], case["accumulation"], 0, n)) for n in range(per_epoch)]
+    sizes = [len(Order([5] * case["micro_batches"], case["accumulation"], 0).at(n)) for n in range(per_epoch)]
     assert sorted(sizes, reverse=True) == case["expect"]["window_sizes"]
 
 
@@ -216,9 +216,9 @@ def test_case_resume_same_order(shared: Path) -> None:
         case["batch_size"],
         case["samples"] // case["batch_size"],
     )
-    whole = [batch_at(lengths, size, case["seed"], n) for n in range(per_epoch * case["epochs"])]
+    whole = [Order(lengths, size, case["seed"]).at(n) for n in range(per_epoch * case["epochs"])]
     for stop in case["interrupt_after_batches"]:
-        resumed = [batch_at(lengths, size, case["seed"], n) for n in range(stop, len(whole))]
+        resumed = [Order(lengths, size, case["seed"]).at(n) for n in range(stop, len(whole))]
         assert whole[:stop] + resumed == whole
     epochs = [sum(whole[e * per_epoch : (e + 1) * per_epoch], []) for e in range(case["epochs"])]
     assert all(sorted(ids) == list(range(case["samples"])) for ids in epochs)

@@ -90,10 +90,22 @@ def epoch_order(lengths: list[int], batch_size: int, seed: int, epoch: int) -> l
     return [batches[i] for i in shuffle]
 
 
-def batch_at(lengths: list[int], batch_size: int, seed: int, step: int) -> list[int]:
-    """Row numbers of optimizer step `step` (0-based); epochs follow each other with no gap."""
-    per_epoch = -(-len(lengths) // batch_size)
-    return epoch_order(lengths, batch_size, seed, step // per_epoch)[step % per_epoch]
+class Order:
+    """Row numbers by optimizer step (0-based); epochs follow each other with no gap.
+
+    The running epoch's order is kept: shuffling every row at every step would grow with the data.
+    """
+
+    def __init__(self, lengths: list[int], batch_size: int, seed: int) -> None:
+        self.lengths, self.batch_size, self.seed = lengths, batch_size, seed
+        self._epoch = -1
+        self._batches: list[list[int]] = []
+
+    def at(self, step: int) -> list[int]:
+        epoch, place = divmod(step, -(-len(self.lengths) // self.batch_size))
+        if epoch != self._epoch:
+            self._epoch, self._batches = epoch, epoch_order(self.lengths, self.batch_size, self.seed, epoch)
+        return self._batches[place]
 
 
 def share(numbers: list[int], rank: int, world: int, micro_batch: int) -> list[list[int]]:

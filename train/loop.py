@@ -15,7 +15,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from heads.hub import save_head
 from heads.target import Target
 from train import checkpoint
-from train.batches import Batch, FeatureStore, batch_at, collate, share
+from train.batches import Batch, FeatureStore, Order, collate, share
 from train.evaluate import Tally, evaluate
 from train.objective import LossSettings, Objective, slot_counts
 from train.optim import OptimSettings, build_optimizer, learning_rate
@@ -104,7 +104,7 @@ class Loop:
         self.objective = Objective(head, target, settings.loss).to(accelerator.device)
         self.optimizer = build_optimizer(head.parameters(), settings.optim)
         self.state = State()
-        self.lengths = [len(row["ids"]) for row in data.train]
+        self.order = Order([len(row["ids"]) for row in data.train], settings.batch_size, settings.seed)
         self._stop = False
 
     def run(self) -> State:
@@ -161,7 +161,7 @@ class Loop:
     def _step(self, model: Any, optimizer: Any) -> dict[str, Any]:
         settings, state, accelerator = self.settings, self.state, self.accelerator
         rank, world = accelerator.process_index, accelerator.num_processes
-        numbers = batch_at(self.lengths, settings.batch_size, settings.seed, state.step)
+        numbers = self.order.at(state.step)
         batches = [self._batch(part, numbers) for part in share(numbers, rank, world, settings.micro_batch_size)]
         steps = self.head.train_steps
         local = torch.stack([slot_counts(b.asst, b.documents, steps) for b in batches]).sum(0)
