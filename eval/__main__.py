@@ -22,12 +22,12 @@ from conf.entry import run
 from data.rows import DataRow, load, manifest
 from eval import checks, exactness, report, theory
 from eval.plan import EvalSettings, check, measured, method_names, plan, prompts
-from eval.records import RecordFile, claim, write_json
+from eval.records import RecordFile, claim
 from eval.results import equality, predict, result_rows, training_logs
 from eval.run import Bench, costs, measure
 from eval.table import print_table
 from eval.warpers import Warpers
-from heads.hub import load_head, read_facts
+from heads.hub import load_head, read_facts, write_json
 from heads.target import Target
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.metrics import Record
+from heads.hub import write_json
 
 KEY = ("kind", "id", "turn", "method", "k", "temperature", "proposal", "seed")
 
@@ -45,13 +46,6 @@ class RecordFile:
             os.fsync(stream.fileno())
         self.rows.append(record)
         self.done.add(unit(record))
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON under a temporary name, then rename: a reader never sees half a file."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)
 
 
 def claim(folder: Path, settings: dict[str, Any]) -> None:

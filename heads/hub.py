@@ -31,7 +31,7 @@ def build_head(settings: dict[str, Any], spec: TargetSpec, vocab: tuple[torch.Te
 def write_json(path: Path, value: Any) -> None:
     """Write JSON under a temporary name, then rename: a reader never sees half a file."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     temporary.replace(path)
 
 
