@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from heads import starts
+from heads.base import Head, gather_slots, shift, slot_mask
 from heads.layers import (
     Attention,
     GatedMLP,
@@ -29,7 +30,6 @@ from heads.layers import (
     LayerCache,
     RMSNorm,
     layer_config,
-    map_buffers,
     rotary,
     rotate,
     unrolled_attention,
@@ -68,27 +68,19 @@ class DraftLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Eagle3(nn.Module):
+class Eagle3(Head):
     """Raises ValueError for taps outside the target, a bad draft vocabulary, or a reduced one without its map."""
 
-    d2t: Tensor
-    t2d: Tensor
     uses_cache = True
 
     def __init__(self, config: Eagle3Config, spec: TargetSpec, vocab: tuple[Tensor, Tensor] | None = None) -> None:
-        super().__init__()
         if config.init not in starts.STARTS:
             raise ValueError(f"head.init={config.init!r} must be one of {', '.join(starts.STARTS)}")
         if config.ttt_steps < 1:
             raise ValueError(f"head.ttt_steps={config.ttt_steps} must be >= 1")
-        taps = default_taps(spec.num_layers) if config.taps is None else list(config.taps)
-        self.taps = check_taps(taps, spec.num_layers)
-        self.config = dataclasses.replace(config, taps=list(self.taps))
-        self.max_draft, self.train_steps = config.max_draft, config.ttt_steps
-        d2t, t2d = map_buffers(vocab, config.draft_vocab_size, spec.vocab_size)
-        self.register_buffer("d2t", d2t)
-        self.register_buffer("t2d", t2d)
-        self.vocab_size, self.draft_vocab_size = spec.vocab_size, d2t.shape[0]
+        taps = check_taps(default_taps(spec.num_layers) if config.taps is None else config.taps, spec.num_layers)
+        config = dataclasses.replace(config, taps=list(taps))
+        super().__init__(config, spec, vocab, taps=taps, max_draft=config.max_draft, train_steps=config.ttt_steps)
         self.layer_config = layer_config(spec, config.num_kv_heads)
         H = spec.hidden_size
         self.fc = nn.Linear(len(self.taps) * H, H, bias=False)
@@ -100,10 +92,6 @@ class Eagle3(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
 
-    def attach(self, target: Any) -> "Eagle3":
-        """EAGLE-3 owns its LM head: nothing to borrow."""
-        return self
-
     def init_from(self, target: Any, ids: Tensor) -> None:
         """Replace the random start as `config.init` says; ids [1, T] are a text to measure the taps' scale on."""
         starts.apply(self, target, ids)
@@ -112,12 +100,15 @@ class Eagle3(nn.Module):
         """[B, n, taps, H] -> g [B, n, H]."""
         return self.fc(taps.flatten(-2).to(self.fc.weight.dtype))
 
+    def feature(self, last: Tensor, taps: Tensor | None) -> Tensor:
+        assert taps is not None, "EAGLE-3 reads taps"
+        return self.fuse(taps)
+
     def forward(self, inputs: HeadInput, steps: int) -> list[Tensor]:
         """Hidden states u^0 .. u^{steps-1}, each [B, S, H], at the slots of `inputs`, teacher-forced.
 
         Only slots are queried; step-0 keys come from every position (a slot must see the whole prefix).
         """
-        B, T, H = inputs.last.shape
         assert inputs.taps is not None, "EAGLE-3 reads taps"
         layer, attn = self.midlayer, self.midlayer.self_attn
         g = self.fuse(inputs.taps)
@@ -126,17 +117,16 @@ class Eagle3(nn.Module):
         keys = attn.expand(rotate(attn.split(mixed, attn.k_proj), cos, sin))
         values = attn.expand(attn.split(mixed, attn.v_proj))
         slots = inputs.slots
-        at = slots[..., None].expand(-1, -1, H)
         mask = slot_mask(slots, inputs.documents)
         positions = inputs.positions.gather(1, slots)
-        feature, mixed = g.gather(1, at), mixed.gather(1, slots[..., None].expand(-1, -1, 2 * H))
+        feature, mixed = gather_slots(g, slots), gather_slots(mixed, slots)
         own_keys: list[Tensor] = []
         own_values: list[Tensor] = []
         hidden: list[Tensor] = []
         for step in range(steps):
             cos, sin = self.rotary(feature, positions + step)
             if step:
-                mixed = layer.mix(shift(inputs.embeddings, 1 + step).gather(1, at), feature)
+                mixed = layer.mix(gather_slots(shift(inputs.embeddings, 1 + step), slots), feature)
                 own_keys.append(attn.expand(rotate(attn.split(mixed, attn.k_proj), cos, sin)))
                 own_values.append(attn.expand(attn.split(mixed, attn.v_proj)))
             query = rotate(attn.split(mixed, attn.q_proj), cos, sin)
@@ -145,16 +135,14 @@ class Eagle3(nn.Module):
             hidden.append(feature)
         return hidden
 
-    def advance(self, cache: LayerCache, feature: Tensor, embedding: Tensor) -> Tensor:
+    def advance(self, cache: LayerCache, feature: Tensor, embedding: Tensor, step: int = 0) -> Tensor:
         """Cached drafting: consume n slots (feature and next-token embedding, both [B, n, H]) -> u [B, n, H].
 
         `feature` is `fuse(taps)` for the target's true slots and the previous u for the head's own.
         """
         layer, attn = self.midlayer, self.midlayer.self_attn
-        n = feature.shape[1]
         mixed = layer.mix(embedding, feature)
-        positions = (cache.lengths[:, None] + torch.arange(n)).to(feature.device)
-        cos, sin = self.rotary(feature, positions)
+        cos, sin = self.rotary(feature, cache.positions(feature.shape[1]).to(feature.device))
         query = rotate(attn.split(mixed, attn.q_proj), cos, sin)
         keys, values, mask = cache.write(
             rotate(attn.split(mixed, attn.k_proj), cos, sin), attn.split(mixed, attn.v_proj)
@@ -167,22 +155,3 @@ class Eagle3(nn.Module):
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         """fp32 draft logits [..., D]."""
         return self.lm_head(self.norm(hidden)).float()
-
-    def to_target(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids + self.d2t[draft_ids]
-
-    def target_rows(self) -> Tensor | None:
-        """Target ids of the draft vocabulary, or None when it is the whole one."""
-        return None if self.draft_vocab_size == self.vocab_size else self.t2d.nonzero().squeeze(1)
-
-
-def shift(x: Tensor, by: int) -> Tensor:
-    """Left shift along T with zero fill: [x0, x1, x2] by 1 -> [x1, x2, 0]."""
-    return torch.cat([x[:, by:], torch.zeros_like(x[:, :by])], dim=1)
-
-
-def slot_mask(slots: Tensor, documents: Tensor) -> Tensor:
-    """[B, 1, S, T] bool: slot t sees position s when s <= t and both lie in the same document."""
-    T = documents.shape[1]
-    same = documents.gather(1, slots)[:, :, None] == documents[:, None, :]
-    return (same & (torch.arange(T, device=slots.device) <= slots[:, :, None]))[:, None]

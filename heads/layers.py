@@ -56,42 +56,52 @@ class GatedMLP(nn.Module):
 
 
 class LayerCache:
-    """Keys and values of one draft layer with a length per sequence: rolling back moves a pointer.
+    """Keys and values of a head's layers with a length per sequence: rolling back moves a pointer.
 
     Entries past a row's length are left over from rejected drafts; the attention mask never reads them.
     """
 
-    def __init__(self, batch: int = 1) -> None:
+    def __init__(self, batch: int = 1, layers: int = 1) -> None:
         self.lengths = torch.zeros(batch, dtype=torch.int64)
-        self.keys: Tensor | None = None  # [B, KV, capacity, d]
-        self.values: Tensor | None = None
+        self.keys: list[Tensor | None] = [None] * layers  # each [B, KV, capacity, d]
+        self.values: list[Tensor | None] = [None] * layers
 
-    def write(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Append n entries to every row; returns keys, values [B, KV, longest, d] and the mask [B, 1, n, longest]."""
+    def positions(self, n: int) -> Tensor:
+        """Position ids [B, n] of the next n entries."""
+        return self.lengths[:, None] + torch.arange(n)
+
+    def write(self, keys: Tensor, values: Tensor, layer: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Append n entries to every row; returns keys, values [B, KV, longest, d] and the mask [B, 1, n, longest].
+
+        The pointers move with the last layer's write: all layers of one pass see the same lengths.
+        """
         B, KV, n, d = keys.shape
         longest = int(self.lengths.max()) + n
-        if self.keys is None or self.values is None or self.keys.shape[2] < longest:
-            self._grow(keys, max(64, 2 * longest))
-        assert self.keys is not None and self.values is not None
-        where = self.lengths[:, None] + torch.arange(n)  # [B, n]
+        held_keys, held_values = self._room(keys, layer, longest)
+        where = self.positions(n)
         rows = torch.arange(B)[:, None]
-        self.keys[rows, :, where] = keys.transpose(1, 2)
-        self.values[rows, :, where] = values.transpose(1, 2)
-        self.lengths = self.lengths + n
+        held_keys[rows, :, where] = keys.transpose(1, 2)
+        held_values[rows, :, where] = values.transpose(1, 2)
+        if layer == len(self.keys) - 1:
+            self.lengths = self.lengths + n
         mask = (torch.arange(longest) <= where[:, None, :, None]).to(keys.device)
-        return self.keys[:, :, :longest], self.values[:, :, :longest], mask
+        return held_keys[:, :, :longest], held_values[:, :, :longest], mask
 
     def crop(self, lengths: Tensor) -> None:
         """Roll every row back to `lengths` [B]."""
         self.lengths = torch.minimum(self.lengths, lengths)
 
-    def _grow(self, like: Tensor, capacity: int) -> None:
-        B, KV, _, d = like.shape
-        keys, values = like.new_zeros(B, KV, capacity, d), like.new_zeros(B, KV, capacity, d)
-        if self.keys is not None and self.values is not None:
-            keys[:, :, : self.keys.shape[2]] = self.keys
-            values[:, :, : self.values.shape[2]] = self.values
-        self.keys, self.values = keys, values
+    def _room(self, like: Tensor, layer: int, longest: int) -> tuple[Tensor, Tensor]:
+        held_keys, held_values = self.keys[layer], self.values[layer]
+        if held_keys is None or held_values is None or held_keys.shape[2] < longest:
+            B, KV, _, d = like.shape
+            capacity = max(64, 2 * longest)
+            keys, values = like.new_zeros(B, KV, capacity, d), like.new_zeros(B, KV, capacity, d)
+            if held_keys is not None and held_values is not None:
+                keys[:, :, : held_keys.shape[2]] = held_keys
+                values[:, :, : held_values.shape[2]] = held_values
+            self.keys[layer], self.values[layer] = held_keys, held_values = keys, values
+        return held_keys, held_values
 
 
 class Attention(nn.Module):

@@ -8,13 +8,14 @@ head (all heads of a round then cost one K-row product); own LM heads cost K * D
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heads.layers import HeadInput, map_buffers
+from heads.base import Head, gather_slots
+from heads.layers import HeadInput, LayerCache
 from heads.spec import TargetSpec
 
 
@@ -39,26 +40,17 @@ class ResBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-class Medusa(nn.Module):
+class Medusa(Head):
     """K residual heads. Raises ValueError for K < 1, an unknown `init`, or a reduced vocabulary without its map."""
 
-    taps: tuple[int, ...] = ()
-    uses_cache = False
-
-    d2t: Tensor
-    t2d: Tensor
+    parallel = True
 
     def __init__(self, config: MedusaConfig, spec: TargetSpec, vocab: tuple[Tensor, Tensor] | None = None) -> None:
-        super().__init__()
         if config.num_heads < 1 or config.num_layers < 1:
             raise ValueError(f"head.num_heads={config.num_heads} and head.num_layers={config.num_layers} must be >= 1")
         if config.init not in ("target", "random"):
             raise ValueError(f"head.init={config.init!r} must be 'target' or 'random'")
-        self.config, self.max_draft, self.train_steps = config, config.num_heads, config.num_heads
-        d2t, t2d = map_buffers(vocab, config.draft_vocab_size, spec.vocab_size)
-        self.register_buffer("d2t", d2t)
-        self.register_buffer("t2d", t2d)
-        self.vocab_size, self.draft_vocab_size = spec.vocab_size, d2t.shape[0]
+        super().__init__(config, spec, vocab, taps=(), max_draft=config.num_heads, train_steps=config.num_heads)
         self.medusa_heads = nn.ModuleList()
         for _ in range(config.num_heads):
             blocks: list[nn.Module] = [ResBlock(spec.hidden_size) for _ in range(config.num_layers)]
@@ -68,10 +60,9 @@ class Medusa(nn.Module):
             self.medusa_heads.append(nn.Sequential(*blocks))
         self._lm_head: tuple[Tensor, Tensor | None] | None = None
 
-    def attach(self, target: Any) -> "Medusa":
+    def attach(self, target: Any) -> Self:
         """Borrow the target's LM-head rows (never saved with the head)."""
-        weight, bias = target.lm_head(self.target_rows())
-        self._lm_head = (weight.detach(), None if bias is None else bias.detach())
+        self._lm_head = self.borrow_lm_head(target)
         return self
 
     def init_from(self, target: Any, ids: Tensor) -> None:
@@ -84,7 +75,7 @@ class Medusa(nn.Module):
 
     def forward(self, inputs: HeadInput, steps: int) -> list[Tensor]:
         """Hidden states [B, S, H] of the first `steps` heads at the slots of `inputs`."""
-        h = inputs.last.gather(1, inputs.slots[..., None].expand(-1, -1, inputs.last.shape[-1]))
+        h = gather_slots(inputs.last, inputs.slots)
         return [self.hidden(h, i) for i in range(steps)]
 
     def hidden(self, last: Tensor, step: int) -> Tensor:
@@ -92,23 +83,21 @@ class Medusa(nn.Module):
             last = block(last)
         return last
 
-    def logits(self, hidden: Tensor, step: int) -> Tensor:
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         """fp32 draft logits [..., D]."""
         if not self.config.shared_lm_head:
             return self.medusa_heads[step][-1](hidden).float()  # type: ignore[index]
         assert self._lm_head is not None, "attach(target) first: the LM head is the target's"
         return F.linear(hidden, *self._lm_head).float()
 
-    def draft_logits(self, last: Tensor, steps: int) -> Tensor:
+    def absorb(self, cache: LayerCache, last: Tensor, taps: Tensor | None) -> None:
+        """Medusa keeps nothing of true slots: all heads of a round read the newest feature alone."""
+
+    def draft_logits(
+        self, last: Tensor, steps: int, cache: LayerCache | None = None, embedding: Tensor | None = None
+    ) -> Tensor:
         """Logits [B, steps, D] of one round from the last feature [B, H]: all heads read the same h_t."""
         hidden = torch.stack([self.hidden(last, i) for i in range(steps)], dim=1)
         if self.config.shared_lm_head:
             return self.logits(hidden, 0)
         return torch.stack([self.logits(hidden[:, i], i) for i in range(steps)], dim=1)
-
-    def to_target(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids + self.d2t[draft_ids]
-
-    def target_rows(self) -> Tensor | None:
-        """Target ids of the draft vocabulary, or None when it is the whole one."""
-        return None if self.draft_vocab_size == self.vocab_size else self.t2d.nonzero().squeeze(1)

@@ -6,7 +6,8 @@ from tiny import tiny_target
 from torch import Tensor
 from toys import TAPS, head_input, largest_gap, medusa, tokens, vocabulary, weights
 
-from heads.eagle3 import Eagle3, Eagle3Config, shift
+from heads.base import shift
+from heads.eagle3 import Eagle3, Eagle3Config
 from heads.layers import rotate
 from heads.target import Target
 

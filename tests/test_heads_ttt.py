@@ -13,7 +13,8 @@ from torch import Tensor
 from toys import eagle3, head_input, medusa, tokens
 
 from heads import eagle3 as eagle3_file
-from heads.eagle3 import Eagle3, shift, slot_mask
+from heads.base import shift, slot_mask
+from heads.eagle3 import Eagle3
 from heads.layers import LayerCache, unrolled_attention
 from heads.target import Target
 

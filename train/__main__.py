@@ -26,9 +26,8 @@ from data import rows as token_rows
 from data import vocab
 from data.capture import folder_for
 from data.store import Store
-from heads.eagle3 import Eagle3Config
+from heads import HEADS
 from heads.hub import build_head, read_facts, write_json
-from heads.medusa import MedusaConfig
 from heads.target import Target, TargetParityError, TargetSettings
 from train import checkpoint
 from train.batches import PickedTaps, collate
@@ -194,4 +193,4 @@ def open_folder(folder: Path, wanted: dict[str, Any], fresh: bool) -> None:
 
 
 if __name__ == "__main__":
-    run("train", TrainRun, main, schemas={"head/eagle3": Eagle3Config, "head/medusa": MedusaConfig})
+    run("train", TrainRun, main, schemas={f"head/{kind}": config for kind, (_, config) in HEADS.items()})

@@ -154,7 +154,7 @@ def untrained(head: Medusa | Eagle3, target: Target, seed: int = 0) -> Medusa | 
     vocab = (head.d2t, head.t2d) if head.draft_vocab_size < head.vocab_size else None
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        fresh = type(head)(head.config, target.spec, vocab)  # type: ignore[arg-type]
+        fresh = type(head)(head.config, target.spec, vocab)
         with torch.no_grad():
             for parameter in fresh.parameters():
                 if parameter.dim() > 1:
