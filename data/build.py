@@ -42,6 +42,7 @@ class DataSettings:
     """Where conversations come from and what becomes of them."""
 
     source: list[str] = dataclasses.field(default_factory=lambda: ["scripts/assets/prompts"])
+    heldout_source: list[str] = dataclasses.field(default_factory=list)  # rows that are held out, all of them
     hub_split: str = "train"
     hub_config: str | None = None
     columns: Columns = dataclasses.field(default_factory=Columns)
@@ -111,19 +112,24 @@ def _chosen(settings: DataSettings, writer: RowWriter) -> Iterator[tuple[Row, st
     """
     unique = split.user_key if settings.regenerate.enabled else split.whole_key
     items: dict[str, split.Item] = {}
+    given: dict[str, split.Item] = {}  # held out because of the file they stand in
     trial = Tally(writer.tally.source)
-    for row in _read(settings):
-        if isinstance(row, Bad):
-            trial.drop(row)
-        else:
-            trial.read += 1
-            items.setdefault(unique(row), split.Item(unique(row), split.user_key(row), row.route))
+    for sources, found in ((settings.heldout_source, given), (settings.source, items)):
+        for row in _read(settings, sources):
+            if isinstance(row, Bad):
+                trial.drop(row)
+            else:
+                trial.read += 1
+                if unique(row) not in given:
+                    found.setdefault(unique(row), split.Item(unique(row), split.user_key(row), row.route))
     trial.check_share(settings.min_kept_share)
     sides = split.assign(items.values(), settings.heldout_share, settings.limit)
     writer.limited = len(items) - len(sides)
+    sides |= dict.fromkeys(given, "heldout")
+    items |= given
     held = _protected(settings, {name for name, side in sides.items() if side == "heldout"}, unique)
     seen: set[str] = set()
-    for row in _read(settings):
+    for row in _read(settings, [*settings.source, *settings.heldout_source]):
         if isinstance(row, Bad):
             writer.drop(row)
         elif (name := unique(row)) in seen:
@@ -138,15 +144,15 @@ def _chosen(settings: DataSettings, writer: RowWriter) -> Iterator[tuple[Row, st
                 yield row, items[name].key, side
 
 
-def _read(settings: DataSettings) -> Iterator[Row | Bad]:
-    for source in settings.source:
+def _read(settings: DataSettings, sources: Iterable[str]) -> Iterator[Row | Bad]:
+    for source in sources:
         yield from read(source, settings.block_bytes, settings.hub_split, settings.hub_config, settings.columns)
 
 
 def _protected(settings: DataSettings, heldout: set[str], unique: Callable[[Row], str]) -> Overlap:
     """Everything that training must not see: the rows held out and the evaluation sets (under our own field names)."""
     held = Overlap()
-    for row in _read(settings) if heldout else ():
+    for row in _read(settings, [*settings.source, *settings.heldout_source]) if heldout else ():
         if isinstance(row, Row) and unique(row) in heldout:
             held.add(row)
     for source in settings.evaluation_sets:

@@ -3,13 +3,14 @@
 {"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1]}     1: token 7 is supervised
 {"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}  the same; labels stand on their own token, not one before
 {"input_ids": [5, 6, 0], "attention_mask": [1, 1, 0], ...}  padding goes
+{"prompt_ids": [5, 6], "output_ids": [7]}            one answer as a server logged it: output_ids are supervised
 """
 
 from typing import Any
 
 from data.messages import Refused
 
-ID_FIELDS = ("input_ids", "ids")
+ID_FIELDS = ("input_ids", "ids", "output_ids")
 MASK_FIELDS = ("loss_mask", "labels", "assistant_masks", "completion_mask")
 IGNORED = -100
 
@@ -18,6 +19,11 @@ def ids_and_mask(value: dict[str, Any]) -> tuple[list[int], list[bool]]:
     """ids [T] and which of them are supervised. Raises Refused for a mask missing, shifted, or of another length."""
     name = next(n for n in ID_FIELDS if value.get(n) is not None)
     ids = _integers(value, name)
+    if name == "output_ids":
+        if value.get("prompt_ids") is None:
+            raise Refused("malformed_ids", "field 'output_ids' comes without 'prompt_ids'")
+        prompt = _integers(value, "prompt_ids")
+        return prompt + ids, [False] * len(prompt) + [True] * len(ids)
     mask_name = next((n for n in MASK_FIELDS if value.get(n) is not None), None)
     if mask_name is None:
         raise Refused("no_loss_mask", f"field {name!r} comes without any of {', '.join(MASK_FIELDS)}")

@@ -7,6 +7,7 @@
     {"prompt": "..."}, {"prompt", "completion"}      one turn
     {"text": "..."}                                  already rendered by a chat template
     {"input_ids": [...], "loss_mask" or "labels"}    already tokenised and masked
+    {"prompt_ids": [...], "output_ids": [...]}       the same, as a server logged it
 
 Every record that is not a row comes out as `Bad` with its file, physical line and reason: rows read = rows + Bad.
 """

@@ -119,6 +119,15 @@ def test_rows_with_their_own_mask_are_trained_as_masked(
     assert row.ids == (IDS[1:4] if "attention_mask" in fields else IDS)
 
 
+def test_answers_logged_as_token_ids_are_supervised_whole(target: Target, tmp_path: Path) -> None:
+    read_lines(tmp_path, [{"prompt_ids": IDS[:2], "output_ids": IDS[2:], "finish": "stop"}])
+    build(target, given(tmp_path), tmp_path / "out")
+    (row,) = rows.load(tmp_path / "out", "train")
+    assert (row.ids, row.spans) == (IDS, [(2, 5)])
+    (bad,) = read_lines(tmp_path, [{"output_ids": IDS}])
+    assert isinstance(bad, Bad) and bad.reason == "malformed_ids"
+
+
 @pytest.mark.parametrize(
     "fields, reason",
     [

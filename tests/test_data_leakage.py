@@ -89,6 +89,23 @@ def test_leaks_leave_the_training_split_alone_and_are_counted_and_listed(tmp_pat
     assert second["counts"]["read"] == 31 == second["counts"]["kept"] + sum(dropped.values())
 
 
+def test_a_heldout_file_is_held_out_whole_and_kept_out_of_training(tmp_path: Path) -> None:
+    target = Target(tiny_target(vocab_size=264, layers=2).model, byte_tokenizer())
+    for name, numbers in (("train", range(10)), ("held", (3, 20, 21))):
+        lines = [{"prompt": f"question {n}", "completion": f"{name}"} for n in numbers]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    settings = DataSettings(
+        source=[str(tmp_path / "train.jsonl")],
+        heldout_source=[str(tmp_path / "held.jsonl")],
+        heldout_share=0.0,
+        regenerate=RegenerateSettings(enabled=False),
+    )
+    counts = build(target, settings, tmp_path / "out")["counts"]
+    assert (counts["train"], counts["heldout"], counts["dropped"]) == (9, 3, {"leak_exact": 1})
+    sources = (tmp_path / "out" / "heldout.jsonl").read_text()
+    assert sources.count("/held.jsonl:") == 3
+
+
 class _Line:
     def __init__(self, source: str) -> None:
         self.source_line = int(source.rpartition(":")[2])
