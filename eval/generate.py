@@ -1,62 +1,32 @@
-"""One decoding loop for everything: prefill -> propose -> target pass -> verify -> commit. Plain decoding is k = 0."""
+"""One decoding loop for everything: prefill -> propose -> target pass -> verify -> commit.
 
-import dataclasses
+Plain decoding has no drafter, a chain is a tree of width 1, one prompt is a batch of 1. `concurrency` sequences are
+decoded at once; where one ends, the next prompt is read into its place (continuous refill). Two prompts at once out of
+three, rounds left to right, the second prompt shorter:
+
+    row 0    prompt 0  round  round  round  round  end
+    row 1    prompt 1  round  end    prompt 2  round ...
+
+Rows of a batch share nothing but the pass: each has its own length, acceptance, seed and steps.
+"""
+
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from eval import stop, verify
-from eval.cache import AttentionMasks, KVCache
-from eval.drafter import Ask, Drafter, Proposal, empty
-from eval.warpers import Warpers, biased, seen_by_row, warp
+from eval.cache import AttentionMasks, KVCache, Trees
+from eval.decoding import RULES, Decoding, Generation
+from eval.drafter import Drafter, Kept, Proposal, empty
+from eval.sequence import Sequence as Decoded
+from eval.tree import depths
 from heads.target import Target, TargetOutput
 
-RULES = ("auto", "greedy", "match", "one-hot", "rejection", "strict")
+__all__ = ["RULES", "Decoding", "Generation", "forward", "generate", "generate_batch", "read"]
 
 
-@dataclass
-class Decoding:
-    """How a sequence is decoded. A token's law never depends on k, rule, proposal or drafter: all rules are exact."""
-
-    k: int = 0  # draft tokens per round, 0 = plain
-    max_new_tokens: int = 64
-    warpers: Warpers = field(default_factory=Warpers)
-    proposal: str = "greedy"  # greedy: most likely draft tokens; sampled: drawn from q through the same warpers
-    rule: str = "auto"
-    seed: int = 0
-    record_alpha: bool = False  # needs q at every step: not in timed runs
-    stop_strings: tuple[str, ...] = ()
-    min_confidence: float = 0.0  # adaptive draft length of the heads (see Ask); 0 = always k
-
-    def resolved_rule(self) -> str:
-        """auto: greedy at temperature 0, rejection for sampled drafts, sample-and-match for deterministic ones."""
-        if self.warpers.temperature == 0:
-            return "greedy"
-        if self.rule != "auto":
-            return self.rule
-        return "rejection" if self.proposal == "sampled" and self.k > 0 else "match"
-
-
-@dataclass
-class Generation:
-    """A decoded sequence: ids, steps [[K_s, a_s]], seconds per part, why it ended ("eos", "length", "stop")."""
-
-    output_ids: list[int] = field(default_factory=list)
-    steps: list[list[int]] = field(default_factory=list)
-    prefill_s: float = 0.0
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    other_s: float = 0.0
-    stop: str = "length"
-    alpha_sum_min: list[list[float]] = field(default_factory=list)
-    alpha_greedy: list[list[float]] = field(default_factory=list)
-
-
-@torch.inference_mode()
 def generate(
     target: Target,
     drafter: Drafter | None,
@@ -65,154 +35,199 @@ def generate(
     masks: AttentionMasks | None = None,
     decode: Callable[[list[int]], str] | None = None,
 ) -> Generation:
-    """Decode one prompt (token ids). `decode` (ids -> text) is needed for stop strings only.
+    """Decode one prompt (token ids); see generate_batch."""
+    return generate_batch(target, drafter, [prompt], [decoding], 1, masks, decode)[0]
 
-    Raises ValueError for an empty prompt or one that fills the context.
+
+@torch.inference_mode()
+def generate_batch(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[list[int]],
+    decodings: Sequence[Decoding],
+    concurrency: int,
+    masks: AttentionMasks | None = None,
+    decode: Callable[[list[int]], str] | None = None,
+) -> list[Generation]:
+    """Decode prompts (token ids), at most `concurrency` at once, each by its own decoding; answers in their order.
+
+    `decode` (ids -> text) is needed for stop strings only. Raises ValueError, before anything is decoded, for an empty
+    prompt or one that fills the context.
     """
-    room = target.spec.max_position_embeddings - len(prompt)
-    if not prompt or room < 1:
-        raise ValueError(f"a prompt of {len(prompt)} tokens: the context holds {target.spec.max_position_embeddings}")
-    budget = min(decoding.max_new_tokens, room)
-    found = Generation()
-    if budget < 1:
-        return found
-    masks = masks or AttentionMasks(target)
-    taps = drafter.taps if drafter is not None else ()
-    began = time.perf_counter()
-    generator = torch.Generator().manual_seed(verify.mix(decoding.seed, len(prompt)))
-    # the draft knows no penalty: q stays the law it draws from, which is all that exactness asks
-    drafting = dataclasses.replace(decoding.warpers, repetition_penalty=1.0)
-    ask = Ask(decoding.proposal == "sampled", drafting, generator, decoding.record_alpha, decoding.min_confidence)
-    cache = KVCache(capacity=max(256, len(prompt) + budget + decoding.k))
+    if concurrency < 1:
+        raise ValueError(f"concurrency={concurrency}: give at least 1")
+    every = [Decoded(target, p, d, decode) for p, d in zip(prompts, decodings, strict=True)]
+    pending = deque(sequence for sequence in every if not sequence.ended)
+    batch = Batch(target, drafter, masks or AttentionMasks(target), list(pending), concurrency)
+    while batch.refill(pending):
+        batch.round()
+    return [sequence.found for sequence in every]
 
-    output = forward(target, cache, masks, prompt, taps)
-    cache.keep([len(prompt)])
-    logits = target.logits(output.last[0, -1:])
-    prefix = _prefix(decoding, prompt, logits)
-    _, own, _ = judge(empty(), logits, decoding, generator, len(prompt), prefix)
-    if prefix is not None:
-        prefix[own] = True
-    ended = _emit(found, [own], target, budget, decoding, decode)
-    if drafter is not None and not ended:
-        drafter.start(prompt, own, output)
-    found.prefill_s = _now(target) - began
 
-    while not ended:
+class Batch:
+    """The sequences being decoded: row r of the target's cache holds `live[r]`."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        masks: AttentionMasks,
+        sequences: Sequence[Decoded],
+        concurrency: int,
+    ) -> None:
+        self.target, self.drafter, self.masks = target, drafter, masks
+        self.taps = drafter.taps if drafter is not None else ()
+        rows = min(concurrency, len(sequences))
+        longest = max((len(s.prompt) + s.budget + s.decoding.depth() for s in sequences), default=0)
+        self.cache = KVCache(rows, max(256, longest))
+        self.live: list[Decoded] = []
+        self.free = list(range(rows))  # slots of the drafter
+
+    def refill(self, pending: deque[Decoded]) -> bool:
+        """Free the rows of ended sequences and read waiting prompts into them; false when nothing is left to decode."""
+        for row in reversed(range(len(self.live))):
+            if not self.live[row].ended:
+                continue
+            self.free.append(self.live[row].slot)
+            if started := self._start(pending, row):
+                self.live[row] = started
+                continue
+            last = self.live.pop()
+            if row < len(self.live):  # rows stay without gaps: a pass then reads the cache through a view
+                self.cache.move(len(self.live), row)
+                self.live[row] = last
+        while self.free and (started := self._start(pending, len(self.live))):
+            self.live.append(started)
+        return bool(self.live)
+
+    def _start(self, pending: deque[Decoded], row: int) -> Decoded | None:
+        """Read the next prompt into a cache row; those that end with their first token need none."""
+        while pending:
+            s = pending.popleft()
+            began = _now(self.target)
+            self.cache.lengths[row] = 0
+            with self.cache.rows(row, row + 1):
+                output = read(self.target, self.cache, self.masks, s.prompt, self.taps)
+            self.cache.lengths[row] = len(s.prompt)
+            _, tokens = s.settle(empty(), self.target.logits(output.last[0, -1:]), None)
+            s.emit(tokens)
+            if not s.ended:
+                s.slot = self.free.pop()
+                if self.drafter is not None:
+                    self.drafter.start(s.slot, s.prompt, s.own, output)
+            s.found.prefill_s = _now(self.target) - began
+            s.found.wall_s = -began if not s.ended else s.found.prefill_s
+            if not s.ended:
+                return s
+        return None
+
+    def round(self) -> None:
+        """Draft, one target pass, verify, keep: every live sequence emits at least one token."""
+        live, target = self.live, self.target
         t0 = _now(target)
-        K = min(decoding.k, budget - len(found.output_ids))  # never draft what could not be emitted
-        proposal = drafter.propose(K, ask) if drafter is not None and K > 0 else empty()
+        proposals = self._propose()
         t1 = _now(target)
-        output = forward(target, cache, masks, [own, *proposal.tokens.tolist()], taps)
-        position = len(prompt) + len(found.output_ids)
-        logits = target.logits(output.last[0])
-        accepted, own, target_probs = judge(proposal, logits, decoding, generator, position, prefix)
+        trees = Trees([proposal.parents for proposal in proposals])
+        ids = [[s.own, *proposal.tokens.tolist()] for s, proposal in zip(live, proposals, strict=True)]
+        with self.cache.rows(0, len(live)):
+            output = forward(target, self.cache, self.masks, ids, trees, self.taps)
+        counts = [len(row) for row in ids]
+        logits = target.logits(real_rows(output.last, counts)).split(counts)
+        best = self._best(logits)
+        settled = [
+            s.settle(proposal, own, top) for s, proposal, own, top in zip(live, proposals, logits, best, strict=True)
+        ]
         t2 = _now(target)
-        tokens = [*proposal.tokens[:accepted].tolist(), own]
-        if prefix is not None:
-            prefix[tokens] = True
-        cache.keep([cache.lengths[0] + 1 + accepted])
-        _record(found, proposal, accepted, target_probs, decoding)
-        ended = _emit(found, tokens, target, budget, decoding, decode)
+        kept = []
+        for row, (s, proposal, (path, tokens)) in enumerate(zip(live, proposals, settled, strict=True)):
+            self.cache.accept(row, path)
+            s.found.steps.append([max(depths(proposal.parents)), len(path)])
+            s.found.nodes.append(len(proposal.tokens))
+            s.emit(tokens)
+            if self.drafter is not None and not s.ended:
+                kept.append((s.slot, Kept(tokens, path_rows(output, row, path), self._rows(best[row]))))
         t3 = _now(target)
-        if drafter is not None and not ended:
-            kept = accepted + 1
-            drafter.commit(
-                tokens, TargetOutput(output.last[:, :kept], None if output.taps is None else output.taps[:, :kept])
-            )
+        if self.drafter is not None and kept:
+            self.drafter.commit([slot for slot, _ in kept], [left for _, left in kept])
         t4 = _now(target)
-        found.draft_s += t1 - t0 + t4 - t3
-        found.verify_s += t2 - t1
-        found.other_s += t3 - t2
-    return found
+        for s in live:
+            s.found.draft_s += (t1 - t0 + t4 - t3) / len(live)
+            s.found.verify_s += (t2 - t1) / len(live)
+            s.found.other_s += (t3 - t2) / len(live)
+            if s.ended:
+                s.found.wall_s += t4
+
+    def _propose(self) -> list[Proposal]:
+        proposals = [empty()] * len(self.live)
+        if self.drafter is None:
+            return proposals
+        asks = [s.ask() for s in self.live]
+        drafting = [row for row, ask in enumerate(asks) if ask.budget > 0]
+        if drafting:
+            found = self.drafter.propose([self.live[row].slot for row in drafting], [asks[row] for row in drafting])
+            for row, proposal in zip(drafting, found, strict=True):
+                proposals[row] = proposal
+        return proposals
+
+    def _best(self, logits: Sequence[Tensor]) -> list[list[int] | None]:
+        """The most likely token after every row, where anyone reads it."""
+        reads = self.drafter is not None and self.drafter.reads_rows
+        wanted = [reads or s.decoding.warpers.temperature == 0 for s in self.live]
+        return [own.argmax(-1).tolist() if asked else None for own, asked in zip(logits, wanted, strict=True)]
+
+    def _rows(self, best: list[int] | None) -> Tensor | None:
+        return torch.tensor(best) if self.drafter is not None and self.drafter.reads_rows else None
 
 
-def forward(target: Target, cache: KVCache, masks: AttentionMasks, ids: list[int], taps: tuple[int, ...]) -> Any:
-    """One target pass of one sequence at the cache's pointer; rows for ids, nothing committed."""
-    tokens = torch.tensor([ids], device=target.device)
+def read(
+    target: Target, cache: KVCache, masks: AttentionMasks, prompt: list[int], taps: tuple[int, ...]
+) -> TargetOutput:
+    """One target pass over a text of one sequence at the cache's pointer; nothing committed."""
+    return target.forward(
+        torch.tensor([prompt], device=target.device),
+        taps=taps,
+        cache=cache,
+        positions=cache.positions(len(prompt), target.device),
+        mask=masks(cache, len(prompt), target.device),
+    )
+
+
+def forward(
+    target: Target,
+    cache: KVCache,
+    masks: AttentionMasks,
+    ids: Sequence[list[int]],
+    trees: Trees,
+    taps: tuple[int, ...] = (),
+) -> TargetOutput:
+    """One target pass: ids of each sequence's newest token and its drafts -> rows [B, T], nothing committed.
+
+    Rows past a sequence's own ids are padding: whatever they hold, nothing reads them.
+    """
+    tokens = torch.tensor([[*row, *[0] * (trees.T - len(row))] for row in ids], device=target.device)
     return target.forward(
         tokens,
         taps=taps,
         cache=cache,
-        positions=cache.positions(len(ids), target.device),
-        mask=masks(cache, len(ids), target.device),
+        positions=trees.positions(cache, target.device),
+        mask=masks(cache, trees, target.device),
     )
 
 
-def judge(
-    proposal: Proposal,
-    logits: Tensor,
-    decoding: Decoding,
-    generator: torch.Generator,
-    position: int,
-    prefix: Tensor | None = None,
-) -> tuple[int, int, Tensor | None]:
-    """Verify one chain: logits [K+1, V] -> (accepted, own token, p [K+1, V] or None where greedy needs none).
-
-    `position` is the place in the sequence of draft token 0; `prefix` [V] marks the tokens before it (penalties).
-    """
-    rule = decoding.resolved_rule()
-    draft = proposal.tokens.unsqueeze(0)
-    K, V = draft.shape[1], logits.shape[-1]
-    seen = None if prefix is None else seen_by_row(prefix, proposal.tokens.tolist(), range(K))
-    if rule == "greedy":
-        verdict = verify.match(draft, biased(logits, decoding.warpers, seen).argmax(-1).cpu().unsqueeze(0))
-        return int(verdict.accepted), int(verdict.own), None
-    target_probs = warp(logits, decoding.warpers, seen).cpu().unsqueeze(0)
-    if rule in ("match", "strict"):
-        verdict = verify.sample_and_match(draft, target_probs, decoding.seed, position)
-    else:
-        u = torch.rand(1, K + 1, generator=generator)
-        if rule == "one-hot":
-            verdict = verify.chain_one_hot(draft, target_probs, u)
-        else:
-            draft_probs = proposal.probs if proposal.probs is not None else target_probs.new_empty(0, V)
-            verdict = verify.rejection(draft, target_probs, draft_probs.unsqueeze(0), u)
-    return int(verdict.accepted), int(verdict.own), target_probs[0]
+def real_rows(last: Tensor, counts: Sequence[int]) -> Tensor:
+    """Rows [B, T, H] without padding, one sequence after the other: [sum of counts, H]."""
+    if min(counts) == last.shape[1]:
+        return last.flatten(0, 1)
+    return torch.cat([last[b, :n] for b, n in enumerate(counts)])
 
 
-def _prefix(decoding: Decoding, prompt: list[int], logits: Tensor) -> Tensor | None:
-    """Which tokens occurred so far, bool [V]; None where no penalty asks."""
-    if decoding.warpers.repetition_penalty == 1:
-        return None
-    prefix = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-    prefix[prompt] = True
-    return prefix
-
-
-def _record(
-    found: Generation, proposal: Proposal, accepted: int, target_probs: Tensor | None, decoding: Decoding
-) -> None:
-    found.steps.append([len(proposal.tokens), accepted])
-    if decoding.record_alpha and target_probs is not None and proposal.probs is not None:
-        overlap, greedy = verify.alphas(proposal.tokens, target_probs, proposal.probs)
-        # a position counts where its prefix was accepted: elsewhere p is conditioned on text that is not emitted
-        found.alpha_sum_min.append([round(x, 5) for x in overlap[: accepted + 1]])
-        found.alpha_greedy.append([round(x, 5) for x in greedy[: accepted + 1]])
-
-
-def _emit(
-    found: Generation,
-    tokens: list[int],
-    target: Target,
-    budget: int,
-    decoding: Decoding,
-    decode: Callable[[list[int]], str] | None,
-) -> bool:
-    """Append what a round really emits; true when the answer has ended. The last step's a_s counts emitted drafts."""
-    kept, ended = stop.cut(tokens, target.eos_ids, budget - len(found.output_ids))
-    found.output_ids.extend(kept)
-    if decoding.stop_strings and decode is not None:
-        texts = ["", *(decode(found.output_ids[: i + 1]) for i in range(len(found.output_ids)))]
-        pieces = [text[len(before) :] for before, text in zip(texts, texts[1:], strict=False)]
-        if cutting := stop.cut_at_string(pieces, decoding.stop_strings):
-            gone = len(found.output_ids) - cutting[1]
-            del found.output_ids[cutting[1] :]
-            kept, ended = kept[: max(len(kept) - gone, 0)], "stop"
-    if found.steps and found.steps[-1][1] > len(kept):
-        found.steps[-1][1] = len(kept)
-    if ended:
-        found.stop = ended
-    return ended is not None
+def path_rows(output: TargetOutput, row: int, path: list[int]) -> TargetOutput:
+    """Features after the newest token and after each accepted draft of one sequence."""
+    rows: slice | list[int] = [0, *path]
+    if path == list(range(1, len(path) + 1)):
+        rows = slice(0, len(path) + 1)  # a chain: a view
+    taps = None if output.taps is None else output.taps[row : row + 1, rows]
+    return TargetOutput(output.last[row : row + 1, rows], taps)
 
 
 def _now(target: Target) -> float:

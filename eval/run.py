@@ -10,7 +10,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from eval import metrics, timing
 from eval.cache import AttentionMasks
-from eval.drafter import Drafter
+from eval.drafter import Drafter, PerSequence
 from eval.drafters.head import drafter_for, pack, untrained
 from eval.drafters.lookup import Lookup
 from eval.drafters.random import Random
@@ -37,10 +37,13 @@ class Bench:
         if "random" in settings.methods:
             model = heads[list(heads)[-1]] if heads else None
             self.drafters["random"] = (
-                Random(V) if model is None else drafter_for(pack(untrained(model, target), target), target)
+                PerSequence(lambda: Random(V))
+                if model is None
+                else drafter_for(pack(untrained(model, target), target), target)
             )
         self.drafters |= {name: drafter_for(pack(head, target), target) for name, head in heads.items()}
-        self.drafters |= {name: made for name, made in (("lookup", Lookup(V)), ("random-tokens", Random(V)))}
+        self.drafters["lookup"] = PerSequence(lambda: Lookup(V))
+        self.drafters["random-tokens"] = PerSequence(lambda: Random(V))
 
     def decoding(self, unit: Unit, max_new_tokens: int | None = None) -> Decoding:
         s, prompt = self.settings, self.prompts[unit.prompt]
@@ -60,7 +63,9 @@ class Bench:
     def drafter(self, unit: Unit, plain: Sequence[int]) -> Drafter | None:
         if unit.method == "plain":
             return None
-        return Replay(plain, self.target.spec.vocab_size) if unit.method == "replay" else self.drafters[unit.method]
+        if unit.method != "replay":
+            return self.drafters[unit.method]
+        return PerSequence(lambda: Replay(plain, self.target.spec.vocab_size))
 
     def warm_up(self, units: Sequence[Unit]) -> None:
         """A few tokens with every method, so that the first record does not pay for lazy set-up."""

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from eval.cache import AttentionMasks, KVCache
-from eval.drafter import Ask, Drafter
-from eval.generate import forward
+from eval.cache import AttentionMasks, KVCache, Trees
+from eval.drafter import Ask, Drafter, Kept
+from eval.generate import forward, read
 from eval.warpers import Warpers
 from heads.target import Target, TargetOutput
 
@@ -29,12 +29,12 @@ def median_seconds(jobs: dict[str, Callable[[], object]], repeats: int) -> dict[
 def target_pass(target: Target, prompt: list[int], most: int = 16, repeats: int = 5) -> dict[str, float]:
     """Seconds of a pass of 1..most tokens over a cache holding `prompt`, LM head of every row included."""
     masks, cache = AttentionMasks(target), KVCache()
-    forward(target, cache, masks, prompt, ())
+    read(target, cache, masks, prompt, ())
     cache.keep([len(prompt)])
 
     def job(n: int) -> Callable[[], object]:
         ids = [prompt[i % len(prompt)] for i in range(n)]
-        return lambda: target.logits(forward(target, cache, masks, ids, ()).last[0])
+        return lambda: target.logits(forward(target, cache, masks, [ids], Trees([list(range(n - 1))])).last[0])
 
     return median_seconds({str(n): job(n) for n in range(1, most + 1)}, repeats)
 
@@ -46,14 +46,14 @@ def draft(target: Target, drafter: Drafter, prompt: list[int], k: int, repeats: 
     The fixed part holds taking in the features of two kept tokens (a usual round).
     """
     output = target.forward(torch.tensor([prompt], device=target.device), taps=drafter.taps)
-    ask = Ask(False, Warpers(), torch.Generator())
     two = TargetOutput(output.last[:, -2:], None if output.taps is None else output.taps[:, -2:])
-    drafter.start(prompt, prompt[0], output)
-    jobs: dict[str, Callable[[], object]] = {
-        "1": lambda: drafter.propose(1, ask),
-        "k": lambda: drafter.propose(k, ask),
-        "commit": lambda: drafter.commit(prompt[:2], two),
-    }
+    drafter.start(0, prompt, prompt[0], output)
+    kept = Kept(prompt[:2], two, torch.zeros(k + 1, dtype=torch.long) if drafter.reads_rows else None)
+
+    def propose(n: int) -> Callable[[], object]:
+        return lambda: drafter.propose([0], [Ask(n, False, Warpers(), torch.Generator())])
+
+    jobs = {"1": propose(1), "k": propose(k), "commit": lambda: drafter.commit([0], [kept])}
     found = median_seconds(jobs, repeats)
     step = max((found["k"] - found["1"]) / (k - 1), 0.0) if k > 1 else found["1"]
     return step, max(found["1"] - step, 0.0) + found["commit"]

@@ -35,6 +35,34 @@ class StaticTree(NamedTuple):
     ranks: list[int]
 
 
+class Chain(NamedTuple):
+    """A tree of width 1 and depth k."""
+
+    k: int = 64
+
+
+class Dynamic(NamedTuple):
+    """A tree grown anew each round from the draft's confidences (eval/tree_dynamic.py)."""
+
+    depth: int = 6
+    top_k: int = 10
+    total: int = 60  # nodes kept
+
+
+Shape = Chain | StaticTree | Dynamic
+
+
+def depth_of(shape: Shape) -> int:
+    """Most tokens deep that a draft of this shape is."""
+    if isinstance(shape, StaticTree):
+        return max(depths(shape.parents))
+    return shape.k if isinstance(shape, Chain) else shape.depth
+
+
+def chain(k: int) -> StaticTree:
+    return StaticTree(list(range(k)), [0] * k)
+
+
 def check_parents(parents: Sequence[int]) -> None:
     """Raises ValueError where a parent does not come before its child."""
     for i, parent in enumerate(parents):

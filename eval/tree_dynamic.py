@@ -45,26 +45,56 @@ def pruned(parents: Sequence[int], kept: Sequence[int]) -> list[int]:
     return [row_of[parents[i]] for i in kept]
 
 
+class Growing:
+    """A tree that grows level by level: `offer` the children of the frontier, best first, until it is empty.
+
+    `frontier` are the rows whose children are asked for next; `sources` say below which node of the frontier before each
+    of them hangs. One object grows in lock step with others, so that a draft model runs all trees of a batch at once.
+    """
+
+    def __init__(self, depth: int, top_k: int, total: int) -> None:
+        self.depth, self.top_k, self.total = depth, top_k, total
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.scores: list[float] = []
+        self.level = 0
+        self.frontier, self.reached = [0] if depth > 0 else [], torch.ones(1)
+        self.sources = [0]
+
+    def offer(self, tokens: Tensor, confidences: Tensor, floor: float = 0.0) -> None:
+        """Children of the frontier's F nodes, tokens and confidences (probabilities) [F, width]; the first top_k count.
+
+        Nodes less likely than `floor` are not expanded.
+        """
+        width = min(self.top_k, tokens.shape[1])
+        offered = (self.reached[:, None] * confidences[:, :width].float()).flatten()
+        first_row = len(self.tokens) + 1
+        self.tokens += tokens[:, :width].flatten().tolist()
+        self.parents += [row for row in self.frontier for _ in range(width)]
+        self.scores += offered.tolist()
+        self.level += 1
+        best = offered.sort(descending=True, stable=True).indices[: self.top_k]
+        best = best[offered[best] >= floor] if self.level < self.depth else best[:0]
+        self.frontier, self.reached = (first_row + best).tolist(), offered[best]
+        self.sources = (best // width).tolist()
+
+    def frontier_tokens(self) -> list[int]:
+        return [self.tokens[row - 1] for row in self.frontier]
+
+    def finish(self, total: int | None = None) -> DynamicTree:
+        """The `total` best nodes (by default the tree's own number)."""
+        kept = select(self.scores, self.parents, self.total if total is None else total)
+        scores = [self.scores[i] for i in kept]
+        return DynamicTree([self.tokens[i] for i in kept], pruned(self.parents, kept), scores)
+
+
 def grow(tokens: Tensor, confidences: Tensor, advance: Advance, depth: int, top_k: int, total: int) -> DynamicTree:
     """Expand to `depth` levels from the root's children (tokens, confidences [1, >= top_k], best first), keep `total`.
 
-    Confidences are probabilities, 0 to 1. `advance` is called once per level but the last.
+    `advance` is called once per level but the last.
     """
-    frontier = torch.zeros(1, dtype=torch.long)  # rows of the tree
-    reached = torch.ones(1)  # their scores
-    found: list[int] = []
-    parents: list[int] = []
-    scores: list[float] = []
-    for level in range(depth):
-        width = min(top_k, tokens.shape[1])
-        offered = (reached[:, None] * confidences[:, :width].float()).flatten()
-        first_row = len(found) + 1
-        found += tokens[:, :width].flatten().tolist()
-        parents += frontier.repeat_interleave(width).tolist()
-        scores += offered.tolist()
-        if level + 1 < depth:
-            best = offered.sort(descending=True, stable=True).indices[:top_k]
-            frontier, reached = first_row + best, offered[best]
-            tokens, confidences = advance(tokens[:, :width].flatten()[best], best // width)
-    kept = select(scores, parents, total)
-    return DynamicTree([found[i] for i in kept], pruned(parents, kept), [scores[i] for i in kept])
+    growing = Growing(depth, top_k, total)
+    growing.offer(tokens, confidences)
+    while growing.frontier:
+        growing.offer(*advance(torch.tensor(growing.frontier_tokens()), torch.tensor(growing.sources)))
+    return growing.finish()

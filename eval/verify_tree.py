@@ -13,7 +13,7 @@ A chain is the tree [0, 1, 2, ...], and these rules are then those of eval/verif
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,12 @@ from torch import Tensor
 from eval import verify
 from eval.tree import ancestors, children, depths
 from eval.warpers import one_hot
+
+
+class PerRow(Protocol):
+    """p after each row: a tensor [N+1, V], or something that makes a row when it is asked for."""
+
+    def __getitem__(self, row: int, /) -> Tensor: ...
 
 
 class TreeVerdict(NamedTuple):
@@ -49,7 +55,7 @@ def match(draft: Sequence[int], parents: Sequence[int], token_at: Callable[[int,
 
 
 def sample_and_match(
-    draft: Sequence[int], parents: Sequence[int], target_probs: Tensor, seed: int, position: int
+    draft: Sequence[int], parents: Sequence[int], target_probs: PerRow, seed: int, position: int
 ) -> TreeVerdict:
     """`match` with keyed draws: the tokens of plain sampling, whatever tree drafts. position: that of depth 1."""
     return match(draft, parents, lambda row, depth: verify.keyed_sample(target_probs[row], seed, position + depth))
@@ -70,29 +76,33 @@ def node_rejection(tokens: Sequence[int], laws: Tensor, target_probs: Tensor, u:
 
 
 def rejection(
-    draft: Sequence[int], parents: Sequence[int], target_probs: Tensor, draft_probs: Tensor, u: Tensor
+    draft: Sequence[int], parents: Sequence[int], target_probs: PerRow, draft_probs: Tensor | None, u: Tensor
 ) -> TreeVerdict:
     """Sampled children: u [N+1] uniforms, u[i] for draft i, u[N] for the token after the path.
 
     With replacement every law of a node is q; without, q less the earlier siblings, renormalised (`draw_children`).
+    `draft_probs` None: every draft is a point mass.
     """
     below, uniforms = children(parents), u.tolist()
     path: list[int] = []
     while True:
         row = path[-1] if path else 0
-        drafts = [child - 1 for child in below[row]]
-        accepted, left = node_rejection(
-            [draft[i] for i in drafts], draft_probs[drafts], target_probs[row], [uniforms[i] for i in drafts]
-        )
+        drafts, p = [child - 1 for child in below[row]], target_probs[row]
+        tokens = [draft[i] for i in drafts]
+        laws = point_masses(tokens, len(p)) if draft_probs is None else draft_probs[drafts]
+        accepted, left = node_rejection(tokens, laws, p, [uniforms[i] for i in drafts])
         if accepted < 0:
             return TreeVerdict(path, int(verify.sample(left, u[-1])))
         path.append(below[row][accepted])
 
 
-def one_hot_children(draft: Sequence[int], parents: Sequence[int], target_probs: Tensor, u: Tensor) -> TreeVerdict:
+def one_hot_children(draft: Sequence[int], parents: Sequence[int], target_probs: PerRow, u: Tensor) -> TreeVerdict:
     """Deterministic, distinct children: each is a point mass, accepted with p'(c), else p'(c) = 0 and renormalise."""
-    laws = one_hot(torch.tensor(list(draft), dtype=torch.long), target_probs.shape[-1])
-    return rejection(draft, parents, target_probs, laws, u)
+    return rejection(draft, parents, target_probs, None, u)
+
+
+def point_masses(tokens: Sequence[int], vocab_size: int) -> Tensor:
+    return one_hot(torch.tensor(list(tokens), dtype=torch.long), vocab_size)
 
 
 def draw_children(q: Tensor, u: Tensor, replacement: bool) -> tuple[list[int], Tensor]:

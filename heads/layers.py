@@ -5,6 +5,7 @@ whose next token x_{t+1} is known; step i drafted from slot t predicts x_{t+2+i}
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -77,7 +78,7 @@ class LayerCache:
         """
         B, KV, n, d = keys.shape
         longest = int(self.lengths.max()) + n
-        held_keys, held_values = self._room(keys, layer, longest)
+        held_keys, held_values = self.room(keys, layer, longest)
         where = self.positions(n)
         rows = torch.arange(B)[:, None]
         held_keys[rows, :, where] = keys.transpose(1, 2)
@@ -87,14 +88,28 @@ class LayerCache:
         mask = (torch.arange(longest) <= where[:, None, :, None]).to(keys.device)
         return held_keys[:, :, :longest], held_values[:, :, :longest], mask
 
+    def extend(self, rows: Sequence[int], counts: Sequence[int]) -> None:
+        """Move the pointers of `rows` over entries that were placed (heads/placement.py)."""
+        self.lengths[list(rows)] += torch.tensor(counts)
+
+    def clear(self, row: int) -> None:
+        """Forget one row's sequence; the cache gets rows enough to have it."""
+        if row >= len(self.lengths):
+            more = row + 1 - len(self.lengths)
+            self.lengths = torch.cat([self.lengths, self.lengths.new_zeros(more)])
+            for held in (self.keys, self.values):
+                held[:] = [x if x is None else torch.cat([x, x.new_zeros(more, *x.shape[1:])]) for x in held]
+        self.lengths[row] = 0
+
     def crop(self, lengths: Tensor) -> None:
         """Roll every row back to `lengths` [B]."""
         self.lengths = torch.minimum(self.lengths, lengths)
 
-    def _room(self, like: Tensor, layer: int, longest: int) -> tuple[Tensor, Tensor]:
+    def room(self, like: Tensor, layer: int, longest: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, all rows, with room for `longest` entries shaped like [*, KV, *, d]."""
         held_keys, held_values = self.keys[layer], self.values[layer]
         if held_keys is None or held_values is None or held_keys.shape[2] < longest:
-            B, KV, _, d = like.shape
+            B, KV, d = len(self.lengths), like.shape[1], like.shape[3]
             capacity = max(64, 2 * longest)
             keys, values = like.new_zeros(B, KV, capacity, d), like.new_zeros(B, KV, capacity, d)
             if held_keys is not None and held_values is not None:

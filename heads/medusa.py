@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from heads.base import Head, gather_slots
 from heads.layers import HeadInput, LayerCache
+from heads.packed import PackedLinear
 from heads.spec import TargetSpec
 
 
@@ -59,11 +60,16 @@ class Medusa(Head):
                 nn.init.normal_(blocks[-1].weight, std=0.02)  # type: ignore[arg-type]
             self.medusa_heads.append(nn.Sequential(*blocks))
         self._lm_head: tuple[Tensor, Tensor | None] | None = None
+        self._packed: PackedLinear | None = None
 
     def attach(self, target: Any) -> Self:
         """Borrow the target's LM-head rows (never saved with the head)."""
         self._lm_head = self.borrow_lm_head(target)
         return self
+
+    def pack_lm_head(self) -> None:
+        if self.config.shared_lm_head and self._lm_head is not None:
+            self._packed = PackedLinear(*self._lm_head)
 
     def init_from(self, target: Any, ids: Tensor) -> None:
         """Start own LM heads as copies of the target's rows (the paper's start); a shared one has nothing to copy."""
@@ -87,6 +93,8 @@ class Medusa(Head):
         """fp32 draft logits [..., D]."""
         if not self.config.shared_lm_head:
             return self.medusa_heads[step][-1](hidden).float()  # type: ignore[index]
+        if self._packed is not None:
+            return self._packed(hidden).float()
         assert self._lm_head is not None, "attach(target) first: the LM head is the target's"
         return F.linear(hidden, *self._lm_head).float()
 

@@ -26,14 +26,14 @@ def silent() -> Target:
 def test_the_draft_ends_before_the_token_that_makes_the_path_too_unlikely(kind: str) -> None:
     target = silent()
     drafter = drafter_for(HEADS[kind](target, std=0.3), target)
-    drafter.start(PROMPT, 8, target.forward(torch.tensor([PROMPT]), taps=drafter.taps))
+    drafter.start(0, PROMPT, 8, target.forward(torch.tensor([PROMPT]), taps=drafter.taps))
     generator = torch.Generator()
-    whole = drafter.propose(4, Ask(False, Warpers(1.0), generator, with_probs=True))
+    (whole,) = drafter.propose([0], [Ask(4, False, Warpers(1.0), generator, with_probs=True)])
     assert whole.probs is not None
     # temperature 1 and no other warper: q is what confidence is read from
     reached = whole.probs.amax(-1).cumprod(0).tolist()
     for floor, wanted in ((0.0, 4), (reached[0] + 1e-4, 0), (reached[0] - 1e-4, 1), (reached[2] - 1e-6, 3)):
-        cold = drafter.propose(4, Ask(False, Warpers(0.0), generator, min_confidence=floor))
+        (cold,) = drafter.propose([0], [Ask(4, False, Warpers(0.0), generator, min_confidence=floor)])
         assert len(cold.tokens) == wanted, (floor, reached)
         assert torch.equal(cold.tokens, whole.tokens[:wanted])
 

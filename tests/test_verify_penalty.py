@@ -6,7 +6,7 @@ from tiny import tiny_target
 from toys import eagle3, medusa
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from eval.drafter import Drafter
+from eval.drafter import Drafter, PerSequence
 from eval.drafters.head import drafter_for
 from eval.drafters.lookup import Lookup
 from eval.drafters.replay import Replay
@@ -53,8 +53,8 @@ def test_penalised_speculative_output_equals_plain(temperature: float) -> None:
     unpenalised = generate(target, None, PROMPT, Decoding(max_new_tokens=20, warpers=Warpers(temperature))).output_ids
     assert plain != unpenalised
     drafters: dict[str, Drafter] = {
-        "replay": Replay(plain, 64),
-        "lookup": Lookup(64),
+        "replay": PerSequence(lambda: Replay(plain, 64)),
+        "lookup": PerSequence(lambda: Lookup(64)),
         "medusa": drafter_for(medusa(target, std=0.3), target),
         "eagle3": drafter_for(eagle3(target, std=0.3), target),
     }

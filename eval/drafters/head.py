@@ -1,141 +1,171 @@
-"""A trained head as a drafter: Medusa (no state but a feature) and EAGLE-3 (a KV cache of its own).
+"""A trained head as a drafter, for every head of heads/base.py: one that goes step by step, one that drafts in one go.
 
-EAGLE-3's cache, prompt of 7, k = 4 (entry t = feature g_t with the embedding of x_{t+1}):
+A step-by-step head with a cache, prompt of 7, chain of 4 (entry t = feature of slot t with the embedding of x_{t+1}):
 
     start     entries 0..6 from true features; the last one drafts d_1
     propose   d_1..d_3 are fed with the head's own features (entries 7..9); d_4 is not fed
-    commit    back to 7 entries, then one entry per kept token from the target's true features: after a full
-              acceptance entries 7..11 = (g_7, d_1) .. (g_10, d_4), (g_11, own), so d_4 is fed, not skipped
+    commit    from entry 7 again, one entry per kept token from the target's true features: after a full acceptance
+              entries 7..11 = (g_7, d_1) .. (g_10, d_4), (g_11, own), so d_4 is fed, not skipped
+
+All sequences of a batch are drafted together, one level of their trees per call of the head.
 """
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from eval import verify
-from eval.drafter import Ask, Drafter, Proposal, empty
-from eval.warpers import warp
-from heads.eagle3 import Eagle3
-from heads.layers import LayerCache
-from heads.medusa import Medusa
+from eval.drafter import Ask, Drafter, Kept, Proposal
+from eval.drafters.growth import Growth, growth
+from eval.drafters.vocabulary import DraftVocabulary
 from heads.packed import PackedLinear
+from heads.placement import Drafts, Placement, true_slots
 from heads.target import Target, TargetOutput
 
 
-class DraftVocabulary:
-    """Draft logits [..., D] -> target ids and q over V: zero outside D, zero on ids the tokenizer does not have."""
+class HeadDrafter:
+    """What both kinds share: a draft cache with a row per slot, and the tree of every sequence."""
 
-    def __init__(self, head: Medusa | Eagle3, target: Target) -> None:
-        self.vocab_size = head.vocab_size
-        self.ids = head.to_target(torch.arange(head.draft_vocab_size))  # [D], ascending
-        self.real = int((self.ids < target.spec.tokenizer_size).sum())  # padding rows of the embedding come last
+    reads_rows = False
 
-    def greedy(self, logits: Tensor) -> Tensor:
-        return self.ids[logits[..., : self.real].argmax(-1)]
-
-    def probs(self, logits: Tensor, ask: Ask) -> Tensor:
-        """The law sampled drafts come from, through the same warpers as the target's p. fp32 [..., V]."""
-        full = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
-        full[..., self.ids[: self.real]] = logits[..., : self.real]
-        return warp(full, ask.warpers)
-
-    def confidence(self, logits: Tensor) -> Tensor:
-        """Probability of the most likely draft token, before any warper, rows [k, D] -> [k] fp32."""
-        return logits[..., : self.real].float().softmax(-1).amax(-1)
-
-    def choose(self, logits: Tensor, ask: Ask) -> tuple[Tensor, Tensor | None]:
-        """Rows [k, D] -> tokens [k], q [k, V] where it is needed."""
-        probs = self.probs(logits, ask) if ask.sampled or ask.with_probs else None
-        if not ask.sampled or probs is None:
-            return self.greedy(logits), probs
-        return verify.sample(probs, torch.rand(probs.shape[:-1], generator=ask.generator)), probs
-
-
-class MedusaDrafter:
-    """All heads read the feature of the position that produced the newest token."""
-
-    def __init__(self, head: Medusa, target: Target) -> None:
-        self.head, self.max_draft, self.taps = head.eval(), head.max_draft, head.taps
+    def __init__(self, head: Any, target: Target) -> None:
+        self.head, self.target, self.max_draft, self.taps = head.eval(), target, head.max_draft, head.taps
         self.vocabulary = DraftVocabulary(head, target)
-        self.last = torch.empty(0)
-        self.lm_head: PackedLinear | None = None
-        if head.config.shared_lm_head and packable(head, target):
-            # k rows at once: the packed product costs about one row, F.linear about two
-            self.lm_head = PackedLinear(*target.lm_head(head.target_rows()))
+        self.cache = head.new_cache(1)
 
-    def start(self, prompt: list[int], first: int, output: TargetOutput) -> None:
-        self.last = output.last[:, -1]
+    def start(self, slot: int, prompt: list[int], first: int, output: TargetOutput) -> None:
+        self.cache.clear(slot)
+        self._take([slot], [[*prompt[1:], first]], [output])
 
-    def propose(self, k: int, ask: Ask) -> Proposal:
-        k = min(k, self.max_draft)
-        if self.lm_head is None:
-            logits = self.head.draft_logits(self.last, k)[0]
-        else:
-            logits = self.lm_head(torch.cat([self.head.hidden(self.last, i) for i in range(k)])).float()
-        if ask.min_confidence > 0:
-            reached = self.vocabulary.confidence(logits).cumprod(0)
-            logits = logits[: int((reached >= ask.min_confidence).sum())]
-        return Proposal(*self.vocabulary.choose(logits, ask))
+    def commit(self, slots: list[int], kept: list[Kept]) -> None:
+        self._take(slots, [left.tokens for left in kept], [left.output for left in kept])
 
-    def commit(self, tokens: list[int], output: TargetOutput) -> None:
-        self.last = output.last[:, -1]
+    def _take(self, slots: list[int], tokens: list[list[int]], outputs: list[TargetOutput]) -> None:
+        raise AssertionError("a head goes step by step or drafts in one go")
 
+    def _slots(
+        self, tokens: list[list[int]], outputs: list[TargetOutput]
+    ) -> tuple[list[int], Tensor, Tensor, Tensor | None]:
+        """Counts, tokens [S, n], last [S, n, H] and taps [S, n, k, H] of true slots, padded at the right."""
+        if not self.head.uses_cache:  # only the newest slot is ever read
+            tokens = [row[-1:] for row in tokens]
+            outputs = [TargetOutput(o.last[:, -1:], None if o.taps is None else o.taps[:, -1:]) for o in outputs]
+        counts = [len(row) for row in tokens]
+        n = max(counts)
+        ids = torch.tensor([row + [0] * (n - len(row)) for row in tokens], device=self.target.device)
+        taps = [o.taps for o in outputs if o.taps is not None]
+        return counts, ids, padded([o.last for o in outputs], n), padded(taps, n) if taps else None
 
-class Eagle3Drafter:
-    """One layer on fused features; `cache.lengths` = sequence length - 1 after start and after every commit."""
+    def _expand(self, growths: Sequence[Growth], logits: Tensor, asks: Sequence[Ask], rows: list[list[int]]) -> None:
+        """Grow every tree by a level: logits [R, D], rows[i] the row of each of tree i's frontier nodes."""
+        width = max(tree.width for tree in growths)
+        tokens, confidences = self.vocabulary.top(logits, width, any(tree.confident for tree in growths))
+        for tree, ask, own in zip(growths, asks, rows, strict=True):
+            laws = None
+            if ask.sampled or ask.with_probs:
+                laws = partial(self._laws, logits, own, ask)
+            tree.expand(tokens[own], confidences[own], laws)
 
-    def __init__(self, head: Eagle3, target: Target) -> None:
-        self.head, self.max_draft, self.taps = head.eval(), head.max_draft, head.taps
-        self.target = target
-        self.vocabulary = DraftVocabulary(head, target)
-        self.cache = LayerCache(1)
-        self.hidden = torch.empty(0)  # [1, 1, H] output of the newest true slot
-
-    def start(self, prompt: list[int], first: int, output: TargetOutput) -> None:
-        self.cache = LayerCache(1)
-        self._feed([*prompt[1:], first], output)
-
-    def propose(self, k: int, ask: Ask) -> Proposal:
-        k = min(k, self.max_draft)
-        hidden, tokens, probs = self.hidden, [], []
-        true_lengths, reached = self.cache.lengths, 1.0
-        for i in range(k):
-            logits = self.head.logits(hidden[0], i)
-            if ask.min_confidence > 0:
-                reached *= float(self.vocabulary.confidence(logits))
-                if reached < ask.min_confidence:
-                    break
-            token, q = self.vocabulary.choose(logits, ask)
-            tokens.append(token)
-            probs.append(q)
-            if i + 1 < k:
-                hidden = self.head.advance(self.cache, hidden, self.target.embed(token.unsqueeze(0)))
-        self.cache.crop(true_lengths)  # what the head made of its own features is thrown away
-        kept = [q for q in probs if q is not None]
-        return Proposal(torch.cat(tokens), torch.cat(kept) if kept else None) if tokens else empty()
-
-    def commit(self, tokens: list[int], output: TargetOutput) -> None:
-        self._feed(tokens, output)
-
-    def _feed(self, tokens: list[int], output: TargetOutput) -> None:
-        assert output.taps is not None, "EAGLE-3 reads taps"
-        embeddings = self.target.embed(torch.tensor([tokens]))
-        self.hidden = self.head.advance(self.cache, self.head.fuse(output.taps), embeddings)[:, -1:]
+    def _laws(self, logits: Tensor, rows: list[int], ask: Ask) -> Tensor:
+        return self.vocabulary.probs(logits[rows], ask)
 
 
-def drafter_for(head: nn.Module, target: Target) -> Drafter:
-    """The drafter of a head of either kind (already attached to its target)."""
-    if isinstance(head, Medusa):
-        return MedusaDrafter(head, target)
-    if isinstance(head, Eagle3):
-        return Eagle3Drafter(head, target)
-    raise ValueError(f"no drafter for a head of class {type(head).__name__}")
+class StepDrafter(HeadDrafter):
+    """EAGLE, MTP, recurrent heads. `cache.lengths` = sequence length - 1 after start and after every commit."""
+
+    def __init__(self, head: Any, target: Target) -> None:
+        super().__init__(head, target)
+        self.hidden: dict[int, Tensor] = {}  # slot -> [1, *] output of the newest true slot
+
+    def _take(self, slots: list[int], tokens: list[list[int]], outputs: list[TargetOutput]) -> None:
+        counts, ids, last, taps = self._slots(tokens, outputs)
+        placed = true_slots(self.cache, slots, counts)
+        hidden = self.head.advance(placed, self.head.feature(last, taps), self.target.embed(ids))
+        self.cache.extend(slots, [len(row) for row in tokens])
+        for i, slot in enumerate(slots):
+            self.hidden[slot] = hidden[i, counts[i] - 1 : counts[i]]
+
+    def propose(self, slots: list[int], asks: list[Ask]) -> list[Proposal]:
+        growths = [growth(ask) for ask in asks]
+        drafts, step = Drafts(self.cache, slots), 0
+        live = [i for i, tree in enumerate(growths) if tree.frontier]
+        hidden = torch.stack([self.hidden[slots[i]] for i in live]) if live else torch.empty(0)  # [S, 1, *]
+        while live:
+            F = hidden.shape[1]
+            logits = self.head.logits(hidden.flatten(0, 1), step)
+            rows = [list(range(at * F, at * F + len(growths[i].frontier))) for at, i in enumerate(live)]
+            self._expand([growths[i] for i in live], logits, [asks[i] for i in live], rows)
+            places = [at for at, i in enumerate(live) if growths[i].frontier]
+            live, step = [live[at] for at in places], step + 1
+            if live:
+                placed = drafts.level([slots[i] for i in live], [growths[i].sources for i in live])
+                hidden = self._level(hidden[places], [growths[i] for i in live], placed, step)
+        return [tree.proposal() for tree in growths]
+
+    def _level(self, hidden: Tensor, trees: Sequence[Growth], placed: Placement, step: int) -> Tensor:
+        """Feed one level of drafted nodes: hidden [S, F', *] of the level before -> [S, F, *]."""
+        n = max(len(tree.frontier) for tree in trees)
+        parents = torch.tensor([tree.sources + [0] * (n - len(tree.sources)) for tree in trees])
+        tokens = [tree.frontier_tokens() for tree in trees]
+        ids = torch.tensor([row + [0] * (n - len(row)) for row in tokens], device=self.target.device)
+        before = hidden[torch.arange(len(trees))[:, None], parents]
+        return self.head.advance(placed, self.head.feed(before), self.target.embed(ids), step=step)
+
+
+class ParallelDrafter(HeadDrafter):
+    """Medusa, block heads: one row of logits per depth, the same whatever is drafted before it."""
+
+    def __init__(self, head: Any, target: Target) -> None:
+        super().__init__(head, target)
+        self.last: dict[int, Tensor] = {}  # slot -> [H] feature of the newest slot
+        self.newest: dict[int, int] = {}  # slot -> newest token
+
+    def _take(self, slots: list[int], tokens: list[list[int]], outputs: list[TargetOutput]) -> None:
+        if self.head.uses_cache:
+            counts, _, last, taps = self._slots(tokens, outputs)
+            self.head.absorb(true_slots(self.cache, slots, counts), last, taps)
+        self.cache.extend(slots, [len(row) for row in tokens])
+        for slot, row, output in zip(slots, tokens, outputs, strict=True):
+            self.last[slot], self.newest[slot] = output.last[0, -1], row[-1]
+
+    def propose(self, slots: list[int], asks: list[Ask]) -> list[Proposal]:
+        growths = [growth(ask) for ask in asks]
+        steps = min(self.max_draft, max(ask.budget for ask in asks))
+        newest = torch.tensor([self.newest[slot] for slot in slots], device=self.target.device)
+        placed = true_slots(self.cache, slots, [1] * len(slots))
+        last = torch.stack([self.last[slot] for slot in slots])
+        logits = self.head.draft_logits(last, steps, placed, self.target.embed(newest))  # [S, steps, D]
+        for step in range(steps):
+            live = [i for i, tree in enumerate(growths) if tree.frontier]
+            if not live:
+                break
+            rows = [[place] * len(growths[i].frontier) for place, i in enumerate(live)]
+            self._expand([growths[i] for i in live], logits[live, step], [asks[i] for i in live], rows)
+        return [tree.proposal() for tree in growths]
+
+
+def padded(rows: Sequence[Tensor], n: int) -> Tensor:
+    """Tensors [1, m, ...] with m <= n -> [S, n, ...], zeros at the right."""
+    if len(rows) == 1:
+        return rows[0]
+    found = rows[0].new_zeros(len(rows), n, *rows[0].shape[2:])
+    for held, row in zip(found, rows, strict=True):
+        held[: row.shape[1]] = row[0]
+    return found
+
+
+def drafter_for(head: Any, target: Target) -> Drafter:
+    """The drafter of a head that is attached to its target."""
+    return ParallelDrafter(head, target) if head.parallel else StepDrafter(head, target)
 
 
 def packable(head: nn.Module, target: Target) -> bool:
     return target.device.type == "cpu" and all(p.dtype == torch.float32 for p in head.parameters())
 
 
-def pack(head: nn.Module, target: Target) -> nn.Module:
+def pack(head: Any, target: Target) -> Any:
     """Give a head's linears (float32, CPU) the target's fast path, so that neither side of a speedup is handicapped.
 
     The head drafts only from here on: its weights no longer appear in a state dict.
@@ -144,12 +174,13 @@ def pack(head: nn.Module, target: Target) -> nn.Module:
         return head
     for module in list(head.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and name != "fc":  # fuse() casts to fc's weight dtype; one small product
+            if type(child) is nn.Linear and name != "fc":  # its weight's dtype is read; one small product
                 setattr(module, name, PackedLinear(child.weight, child.bias))
+    head.pack_lm_head()
     return head
 
 
-def untrained(head: Medusa | Eagle3, target: Target, seed: int = 0) -> Medusa | Eagle3:
+def untrained(head: Any, target: Target, seed: int = 0) -> Any:
     """A head of the same configuration and vocabulary with random weights: the floor a trained one must beat."""
     vocab = (head.d2t, head.t2d) if head.draft_vocab_size < head.vocab_size else None
     with torch.random.fork_rng():

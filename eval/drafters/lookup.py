@@ -1,6 +1,6 @@
 """Prompt lookup: what followed the most recent occurrence of the last n tokens, n = 3 down to 1. No training."""
 
-from eval.drafter import Ask, Proposal, point_mass
+from eval.drafter import Ask, Kept, Proposal, point_mass
 from heads.target import TargetOutput
 
 
@@ -9,6 +9,7 @@ class Lookup:
 
     taps: tuple[int, ...] = ()
     max_draft = 64
+    reads_rows = False
 
     def __init__(self, vocab_size: int, longest: int = 3) -> None:
         self.vocab_size, self.longest = vocab_size, longest
@@ -19,15 +20,15 @@ class Lookup:
         self.history, self.follows = [], {}
         self._extend([*prompt, first])
 
-    def propose(self, k: int, ask: Ask) -> Proposal:
+    def propose(self, ask: Ask) -> Proposal:
         for n in range(min(self.longest, len(self.history)), 0, -1):
             at = self.follows.get(tuple(self.history[-n:]))
             if at is not None:
-                return point_mass(self.history[at : at + k], self.vocab_size, ask)
+                return point_mass(self.history[at : at + ask.budget], self.vocab_size, ask)
         return point_mass([], self.vocab_size, ask)
 
-    def commit(self, tokens: list[int], output: TargetOutput) -> None:
-        self._extend(tokens)
+    def commit(self, kept: Kept) -> None:
+        self._extend(kept.tokens)
 
     def _extend(self, tokens: list[int]) -> None:
         for token in tokens:
