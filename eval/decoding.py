@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from eval.adaptive import Gain
 from eval.tree import Chain, Dynamic, Shape, depth_of
 from eval.warpers import Warpers
 
@@ -24,6 +25,9 @@ class Decoding:
     min_confidence: float = 0.0  # adaptive draft length of the heads (see Ask); 0 = always k
     tree: Shape | None = None  # None: a chain of k
     replacement: bool = False  # siblings of a sampled tree are drawn with replacement
+    gain: Gain | None = None  # see eval/adaptive.py, for these three
+    heuristic: bool = False
+    most_live: int = 0  # no drafts while more sequences than this are decoded at once; 0 = always
 
     def shape(self) -> Shape:
         return Chain(self.k) if self.tree is None else self.tree

@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from eval.adaptive import Gain
 from eval.tree import Chain, Shape
 from eval.warpers import Warpers
 from heads.target import TargetOutput
@@ -36,6 +37,7 @@ class Proposal(NamedTuple):
     tokens: Tensor
     parents: list[int]
     probs: Tensor | None
+    expected: float = 0.0  # how many of its tokens the drafter expects to be accepted, where it knows
 
 
 @dataclass
@@ -51,6 +53,8 @@ class Ask:
     # heads stop before the token at which the product of the draft's top probabilities (before warpers) falls below
     # this; settled before that token is drawn, so that every rule stays exact. 0 = never
     min_confidence: float = 0.0
+    gain: Gain | None = None  # heads stop where one more token is not worth its cost
+    trust: float = 1.0  # accepted so far over expected so far: what a confidence is worth in this sequence
     replacement: bool = False  # siblings of a sampled tree: with or without replacement
 
 

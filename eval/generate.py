@@ -21,7 +21,6 @@ from eval.cache import AttentionMasks, KVCache, Trees
 from eval.decoding import RULES, Decoding, Generation
 from eval.drafter import Drafter, Kept, Proposal, empty
 from eval.sequence import Sequence as Decoded
-from eval.tree import depths
 from heads.target import Target, TargetOutput
 
 __all__ = ["RULES", "Decoding", "Generation", "forward", "generate", "generate_batch", "read"]
@@ -109,8 +108,7 @@ class Batch:
             with self.cache.rows(row, row + 1):
                 output = read(self.target, self.cache, self.masks, s.prompt, self.taps)
             self.cache.lengths[row] = len(s.prompt)
-            _, tokens = s.settle(empty(), self.target.logits(output.last[0, -1:]), None)
-            s.emit(tokens)
+            s.first(self.target.logits(output.last[0, -1:]))
             if not s.ended:
                 s.slot = self.free.pop()
                 if self.drafter is not None:
@@ -139,11 +137,8 @@ class Batch:
         ]
         t2 = _now(target)
         kept = []
-        for row, (s, proposal, (path, tokens)) in enumerate(zip(live, proposals, settled, strict=True)):
+        for row, (s, (path, tokens)) in enumerate(zip(live, settled, strict=True)):
             self.cache.accept(row, path)
-            s.found.steps.append([max(depths(proposal.parents)), len(path)])
-            s.found.nodes.append(len(proposal.tokens))
-            s.emit(tokens)
             if self.drafter is not None and not s.ended:
                 kept.append((s.slot, Kept(tokens, path_rows(output, row, path), self._rows(best[row]))))
         t3 = _now(target)
@@ -161,7 +156,7 @@ class Batch:
         proposals = [empty()] * len(self.live)
         if self.drafter is None:
             return proposals
-        asks = [s.ask() for s in self.live]
+        asks = [s.ask(len(self.live), self.drafter.max_draft) for s in self.live]
         drafting = [row for row, ask in enumerate(asks) if ask.budget > 0]
         if drafting:
             found = self.drafter.propose([self.live[row].slot for row in drafting], [asks[row] for row in drafting])

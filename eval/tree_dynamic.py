@@ -48,8 +48,8 @@ def pruned(parents: Sequence[int], kept: Sequence[int]) -> list[int]:
 class Growing:
     """A tree that grows level by level: `offer` the children of the frontier, best first, until it is empty.
 
-    `frontier` are the rows whose children are asked for next; `sources` say below which node of the frontier before each
-    of them hangs. One object grows in lock step with others, so that a draft model runs all trees of a batch at once.
+    `frontier` are the rows whose children are asked for next; `sources` say below which node of the frontier before
+    each of them hangs. Several grow in lock step, so that a draft model runs all trees of a batch at once.
     """
 
     def __init__(self, depth: int, top_k: int, total: int) -> None:

@@ -29,7 +29,7 @@ class Growth(Protocol):
     def confident(self) -> bool: ...
 
     def expand(self, tokens: Tensor, confidences: Tensor, laws: Callable[[], Tensor] | None) -> None:
-        """tokens, confidences [F, width] after each node of the frontier; laws() [F, V] is q there, where it is read."""
+        """tokens, confidences [F, width] after each node of the frontier; laws() [F, V] is q there, if it is read."""
         ...
 
     def frontier_tokens(self) -> list[int]: ...
@@ -54,6 +54,7 @@ class StaticGrowth:
         self.static = [0]  # row of the given tree that each node of the frontier is
         self.frontier, self.sources, self.reached = [0], [0], [1.0]
         self.depth = 0
+        self.expected = 0.0
         if not self.below[0] or ask.budget < 1:
             self.frontier = []
 
@@ -66,44 +67,54 @@ class StaticGrowth:
 
     @property
     def confident(self) -> bool:
-        return self.ask.min_confidence > 0
+        return self.ask.min_confidence > 0 or self.ask.gain is not None
 
     def expand(self, tokens: Tensor, confidences: Tensor, laws: Callable[[], Tensor] | None) -> None:
         q = laws() if laws is not None else None
         top, likely = tokens.tolist(), confidences.tolist()
-        self.depth += 1
-        frontier, sources, static, reached = [], [], [], []
-        for place, row in enumerate(self.frontier):
-            before = self.reached[place]
-            wanted = self.below[self.static[place]]
+        nodes, self.opened = [*zip(self.frontier, self.static, self.reached, strict=True)], len(self.tokens)
+        self.frontier, self.sources, self.static, self.reached = [], [], [], []
+        for place, (row, static, reached) in enumerate(nodes):
+            wanted = self.below[static]
             if self.ask.sampled:
                 assert q is not None
                 # settled before anything is drawn: dropping a drawn child for what it is would change its law
-                found = self._drawn(q[place], len(wanted)) if before * likely[place][0] >= self._floor() else []
-                chances = [likely[place][0]] * len(found)
-            else:
-                ranks = [self.ranks[child - 1] for child in wanted]
-                kept = [r for r in ranks if r < len(top[place]) and before * likely[place][r] >= self._floor()]
-                wanted = [child for child, r in zip(wanted, ranks, strict=True) if r in kept]
-                found, chances = [top[place][r] for r in kept], [likely[place][r] for r in kept]
-                self.laws += [] if q is None else [q[place]] * len(found)
-            for child, token, chance in zip(wanted, found, chances, strict=False):
-                self.tokens.append(token)
-                self.parents.append(row)
-                if self.below[child] and self.depth < self.ask.budget:
-                    frontier.append(len(self.tokens))
-                    sources.append(place)
-                    static.append(child)
-                    reached.append(before * chance)
-        self.frontier, self.sources, self.static, self.reached = frontier, sources, static, reached
+                if self._pays(reached * likely[place][0]):
+                    drawn = self._drawn(q[place], len(wanted))
+                    for child, token in zip(wanted, drawn, strict=False):
+                        self._add(token, row, child, place, reached * likely[place][0])
+                continue
+            for child in wanted:
+                rank = self.ranks[child - 1]
+                if rank < len(top[place]) and self._pays(reached * likely[place][rank]):
+                    self._add(top[place][rank], row, child, place, reached * likely[place][rank])
+                    self.laws += [] if q is None else [q[place]]
+        self.depth += 1
+
+    def _add(self, token: int, parent: int, static: int, place: int, reached: float) -> None:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.expected += reached
+        if self.below[static] and self.depth + 1 < self.ask.budget:
+            self.frontier.append(len(self.tokens))
+            self.sources.append(place)
+            self.static.append(static)
+            self.reached.append(reached)
 
     def _drawn(self, q: Tensor, count: int) -> list[int]:
         tokens, laws = draw_children(q, torch.rand(count, generator=self.ask.generator), self.ask.replacement)
         self.laws += list(laws)
         return tokens
 
-    def _floor(self) -> float:
-        return self.ask.min_confidence
+    def _pays(self, chance: float) -> bool:
+        """Whether a node is worth drafting whose path is accepted with this probability, by the draft's own account."""
+        if chance < self.ask.min_confidence:
+            return False
+        if self.ask.gain is None:
+            return True
+        nodes, trust = len(self.tokens), self.ask.trust
+        floor = self.ask.gain.floor(1 + trust * self.expected, nodes, self.depth, nodes == self.opened)
+        return trust * chance >= floor
 
     def frontier_tokens(self) -> list[int]:
         return [self.tokens[row - 1] for row in self.frontier]
@@ -111,7 +122,8 @@ class StaticGrowth:
     def proposal(self) -> Proposal:
         if not self.tokens:
             return empty()
-        return Proposal(torch.tensor(self.tokens), self.parents, torch.stack(self.laws) if self.laws else None)
+        laws = torch.stack(self.laws) if self.laws else None
+        return Proposal(torch.tensor(self.tokens), self.parents, laws, self.expected if self.confident else 0.0)
 
 
 class DynamicGrowth:
@@ -133,13 +145,30 @@ class DynamicGrowth:
 
     def expand(self, tokens: Tensor, confidences: Tensor, laws: Callable[[], Tensor] | None) -> None:
         self.growing.offer(tokens, confidences, self.ask.min_confidence)
+        if self.ask.gain is not None and self.growing.frontier:
+            # a level more costs a step, and can at most be as likely as all its nodes' parents together
+            floor = self.ask.gain.floor(1.0, 0, self.growing.level, new_level=True)
+            if self.ask.trust * float(self.growing.reached.sum()) < floor:
+                self.growing.frontier = []
 
     def frontier_tokens(self) -> list[int]:
         return self.growing.frontier_tokens()
 
     def proposal(self) -> Proposal:
         tree = self.growing.finish()
-        kept = sum(score >= self.ask.min_confidence for score in tree.scores)
-        if kept < len(tree.tokens):
-            tree = self.growing.finish(kept)
-        return Proposal(torch.tensor(tree.tokens, dtype=torch.long), tree.parents, None)
+        paying = self._paying(tree.scores)
+        if paying < len(tree.tokens):
+            tree = self.growing.finish(paying)
+        return Proposal(torch.tensor(tree.tokens, dtype=torch.long), tree.parents, None, sum(tree.scores))
+
+    def _paying(self, scores: list[float]) -> int:
+        """How many nodes are worth verifying, best first."""
+        tau = 1.0
+        for n, score in enumerate(sorted(scores, reverse=True)):
+            floor, chance = self.ask.min_confidence, score
+            if self.ask.gain is not None and score >= floor:
+                floor, chance = self.ask.gain.floor(tau, n, self.growing.level, False), self.ask.trust * score
+            if chance < floor:
+                return n
+            tau += chance
+        return len(scores)
