@@ -20,11 +20,13 @@ from rich.console import Console
 
 from conf.entry import run
 from data.rows import DataRow, load, manifest
-from eval import checks, exactness, report, theory
-from eval.plan import EvalSettings, check, measured, method_names, plan, prompts
+from eval import checks, exactness, report, shapes, theory
+from eval.chosen import prompts
+from eval.measured import Measured, texts
+from eval.plan import EvalSettings, check, measured, method_names, plan
 from eval.records import RecordFile, claim
 from eval.results import equality, predict, result_rows, training_logs
-from eval.run import Bench, costs, measure
+from eval.run import Bench, measure
 from eval.table import print_table
 from eval.warpers import Warpers
 from heads.hub import load_head, read_facts, write_json
@@ -75,22 +77,25 @@ def compare(
     source = {"target": name, **provenance}
     claim(folder, measured(settings, source))
     # packing for speed takes a head's weights out of reach of its training form, which the prediction needs
-    bench = Bench(settings, target, copy.deepcopy(heads), chosen)
+    known = Measured(settings, target, heads, texts(data, chosen))
+    bench = Bench(settings, target, copy.deepcopy(heads), chosen, known)
     file = RecordFile(folder / "records.jsonl")
     whole = measure(bench, plan(settings, len(chosen)), file)
     if not whole:
         print(f"time budget of {settings.minutes:g} minutes used up: the plan was cut short", file=sys.stderr)
 
-    groups = result_rows(file.rows, settings.k, settings.methods)
+    groups = result_rows(file.rows, settings.k, settings.methods, shapes.label(settings.tree, settings.trees))
     rows = [row for row, _ in groups]
     predict(target, chosen, groups, file.rows, heads)
-    cost = costs(bench)
+    cost = known.costs(bench)
+    trees = known.trees(cost)
     same = equality(target, chosen, file.rows)
     found = checks.run(groups, same, exactness.check(sorted({record["rule"] for record in file.rows})))
     write_json(folder / "rows.json", rows)
     write_json(folder / "cost.json", cost)
+    write_json(folder / "trees.json", trees)
     meta = describe(settings, target, file.rows, found, same)
-    page = report.write(folder, rows, cost, training_logs(settings.heads), meta)
+    page = report.write(folder, rows, cost, training_logs(settings.heads), meta, trees)
     manifest = {"kind": "eval", "whole": whole, "settings": dataclasses.asdict(settings), "checks": found, **source}
     write_json(folder / "manifest.json", manifest)
     print(checks.first_line(found))
@@ -115,13 +120,15 @@ def describe(
         "dtype": target.spec.dtype,
         "device": str(target.device),
         "threads": torch.get_num_threads(),
-        "batch": 1,
+        "batch": ", ".join(str(c) for c in sorted({r.get("concurrency", 1) for r in records})) or 1,
         "prompts": len({r["id"] for r in records}),
         "tokens": sum(r["new_tokens"] for r in records),
-        "rule": ", ".join(dict.fromkeys(f"{r['rule']} at T = {r['temperature']:g}" for r in records)),
+        "rule": ", ".join(dict.fromkeys(_rule(r) for r in records)),
         "proposal": ", ".join(dict.fromkeys(r["proposal"] for r in records)),
         "temperature": ", ".join(f"{t:g}" for t in settings.temperatures),
         "k": settings.k,
+        "tree": ", ".join(dict.fromkeys(r.get("tree", "chain") for r in records if r["method"] != "plain")),
+        "adaptive_length": ", ".join(dict.fromkeys(r.get("adaptive", "none") for r in records)),
         "min_confidence": settings.min_confidence,
         "date": datetime.date.today().isoformat(),
         "main_k": settings.k,
@@ -135,6 +142,11 @@ def describe(
         },
         "checks": found,
     }
+
+
+def _rule(record: dict[str, Any]) -> str:
+    lossy = " (LOSSY: not the target's law)" if record.get("lossy") else ""
+    return f"{record['rule']} at T = {record['temperature']:g}{lossy}"
 
 
 if __name__ == "__main__":

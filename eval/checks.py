@@ -47,7 +47,8 @@ def run(
 def bounded(row: Row, records: Sequence[Record]) -> bool:
     """1 <= tau <= K+1. A record cut right after an accepted draft lacks the step's own token, hence the slack."""
     steps = sum(len(r["steps"]) for r in records)
-    return 1 - len(records) / steps <= row["acceptance_length"] <= row["k"] + 1
+    deepest = max((K for r in records for K, _ in r["steps"]), default=0)  # above k where the length is adaptive
+    return 1 - len(records) / steps <= row["acceptance_length"] <= max(row["k"], deepest) + 1
 
 
 def identity(records: Sequence[Record]) -> bool:

@@ -27,7 +27,7 @@ class Decoding:
     replacement: bool = False  # siblings of a sampled tree are drawn with replacement
     gain: Gain | None = None  # see eval/adaptive.py, for these three
     heuristic: bool = False
-    most_live: int = 0  # no drafts while more sequences than this are decoded at once; 0 = always
+    most_live: int | None = None  # no drafts while more sequences than this are decoded at once; None = always
 
     def shape(self) -> Shape:
         return Chain(self.k) if self.tree is None else self.tree

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 Record = dict[str, Any]
+# what records of runs before there were such mean by leaving it out
+LATER: Record = {"tree": "chain", "adaptive": "none", "concurrency": 1, "lossy": False}
 PREFIX = "spec_decode_num_"  # vLLM's counter names, so that existing dashboards read the file
 
 
@@ -33,14 +35,20 @@ def decode_seconds(record: Record) -> float:
 
 def counters(records: Iterable[Record]) -> dict[str, Any]:
     """Drafts, draft tokens, accepted tokens, and accepted per position, under vLLM's names."""
+    records = list(records)
     steps = [step for record in records for step in record["steps"] if step[0] > 0]
     longest = max((K for K, _ in steps), default=0)
     return {
         f"{PREFIX}drafts": len(steps),
-        f"{PREFIX}draft_tokens": sum(K for K, _ in steps),
+        f"{PREFIX}draft_tokens": drafted(records),
         f"{PREFIX}accepted_tokens": sum(a for _, a in steps),
         f"{PREFIX}accepted_tokens_per_pos": [sum(a > i for _, a in steps) for i in range(longest)],
     }
+
+
+def drafted(records: Iterable[Record]) -> int:
+    """Draft tokens: a record of trees has the nodes of each step, on a chain they are its K_s."""
+    return sum(sum(r["nodes"] if "nodes" in r else (K for K, _ in r["steps"])) for r in records)
 
 
 def acceptance_length(records: Sequence[Record]) -> float | None:
@@ -81,12 +89,17 @@ def loop_share(output_ids: Sequence[int], n: int = 4) -> float:
 
 
 def key(record: Record) -> tuple[Any, ...]:
-    """What makes two records comparable: the same prompt, turn, sample and temperature."""
+    """What makes the speed of two records comparable: the same prompt, turn, sample, temperature and concurrency."""
+    return (*text_key(record), record.get("concurrency", 1))
+
+
+def text_key(record: Record) -> tuple[Any, ...]:
+    """What makes the text of two records comparable: a batch changes none."""
     return record["id"], record["turn"], record["seed"], record["temperature"]
 
 
 def pair(records: Sequence[Record], plain: Sequence[Record]) -> list[tuple[Record, Record]]:
-    """Each record with the plain one of the same prompt, turn, sample and temperature; those without are left out."""
+    """Each record with the plain one of the same key; those without are left out."""
     by_key = {key(p): p for p in plain}
     return [(r, by_key[key(r)]) for r in records if key(r) in by_key]
 
@@ -96,6 +109,26 @@ def speedups(pairs: Sequence[tuple[Record, Record]]) -> tuple[float | None, floa
     return _speedup(pairs, emitted, decode_seconds), _speedup(
         pairs, lambda r: r["new_tokens"], lambda r: r["prefill_s"] + decode_seconds(r)
     )
+
+
+def request_speed(records: Sequence[Record]) -> float | None:
+    """Mean over requests of new tokens per second from the start of its prefill to its end: what one user sees."""
+    each = [r["new_tokens"] / r["wall_s"] for r in records if r.get("wall_s")]
+    return ratio(sum(each), len(each))
+
+
+def break_even(speedups: Sequence[tuple[int, float | None]]) -> float | None:
+    """The concurrency above which speculation loses: where speedup (c, value) falls through 1, between the two measured
+    c by straight line. 0 where it loses at the lowest already, None where it wins at all.
+
+    [(1, 1.4), (4, 1.1), (8, .9)] -> 6
+    """
+    before: tuple[int, float] | None = None
+    for c, value in sorted((c, value) for c, value in speedups if value is not None):
+        if value < 1:
+            return 0.0 if before is None else before[0] + (c - before[0]) * (before[1] - 1) / (before[1] - value)
+        before = c, value
+    return None
 
 
 def _speedup(
@@ -157,6 +190,8 @@ def summarise(records: Sequence[Record], plain: Sequence[Record], route: str = "
     counts = counters(records)
     return {
         **{name: first[name] for name in ("method", "k", "temperature", "rule", "proposal")},
+        **{name: first.get(name, value) for name, value in LATER.items()},
+        "nodes_per_pass": ratio(drafted(records), sum(len(r["steps"]) for r in records)),
         "route": route,
         "prompts": len({r["id"] for r in records}),
         "tokens": sum(r["new_tokens"] for r in records),
@@ -171,6 +206,7 @@ def summarise(records: Sequence[Record], plain: Sequence[Record], route: str = "
         "predicted_acceptance_length": None,
         "draft_overhead": ratio(sum(r["draft_s"] for r in records), total),
         "tokens_per_second": ratio(sum(map(emitted, records)), seconds),
+        "request_tokens_per_second": request_speed(records),
         "speedup_decode": decode,
         "speedup_decode_ci": speed_ci,
         "speedup_e2e": e2e,

@@ -1,8 +1,9 @@
 """What an evaluation measures, in which order: settings, prompts and the list of units.
 
-The order is by importance, since a run may have a time budget: the main table at temperature 0 on all prompts, then the
-other temperatures, then the recording of alpha, then the sweep over k. Within a group (one prompt, one temperature)
-plain and every method take turns, rotating from prompt to prompt, so that a drift of the machine hits them alike.
+The order is by importance, since a run may have a time budget: the main table at temperature 0 on all prompts, then
+the other temperatures, then the recording of alpha, then the sweeps: k, trees, adaptive lengths, concurrency. Within a
+group (one prompt, one temperature) plain and every method take turns, rotating from prompt to prompt, so that a drift
+of the machine hits them alike.
 """
 
 import dataclasses
@@ -10,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from data.rows import DataRow
+from eval import adaptive, shapes
+from eval.decoding import RULES
+from eval.shapes import TreeSettings
 from heads.target import TargetSettings
 
 BUILT_IN = ("lookup", "random", "random-tokens", "replay")
@@ -37,6 +40,13 @@ class EvalSettings:
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
     proposals: list[str] = field(default_factory=lambda: ["greedy", "sampled"])  # at temperatures above 0, heads only
     rule: str = "auto"
+    tree: Any = "chain"  # what heads draft in the main table: a name or paths, see eval/shapes.py
+    trees: TreeSettings = field(default_factory=TreeSettings)
+    sweep_trees: list[Any] = field(default_factory=list)  # more of them, on sweep_prompts
+    adaptive: str = "none"  # how deep heads draft in the main table: none (k), confidence, gain, heuristic, load
+    sweep_adaptive: list[str] = field(default_factory=list)  # more of them, on sweep_prompts
+    concurrency: list[int] = field(default_factory=lambda: [1])  # above 1: sequences decoded at once, a sweep
+    concurrency_prompts: int = 8
     min_confidence: float = 0.0  # heads stop drafting where their path confidence falls below this; 0 = always k
     max_new_tokens: int = 64
     max_prompt_tokens: int = 1024
@@ -52,7 +62,10 @@ class EvalSettings:
 
 @dataclass(frozen=True)
 class Unit:
-    """One decoding: kind "timed" or "alpha"."""
+    """One decoding of a prompt, or of `count` prompts at once: kind "timed" or "alpha".
+
+    `tree` is the setting as it was given (paths as a tuple).
+    """
 
     kind: str
     prompt: int
@@ -60,6 +73,10 @@ class Unit:
     k: int
     temperature: float
     proposal: str
+    tree: Any = "chain"
+    adaptive: str = "none"
+    concurrency: int = 1
+    count: int = 1
 
 
 def check(settings: EvalSettings, limits: dict[str, int]) -> None:
@@ -74,6 +91,19 @@ def check(settings: EvalSettings, limits: dict[str, int]) -> None:
         for method in settings.methods:
             if k > limits.get(method, k):
                 raise ValueError(f"k={k} is above what {method!r} can draft ({limits[method]}): lower k or sweep_k")
+    if settings.rule not in RULES:
+        raise ValueError(f"rule={settings.rule!r}: choose from {', '.join(RULES)}")
+    for tree in [settings.tree, *settings.sweep_trees]:
+        shapes.check(tree, settings.trees)
+    for kind in [settings.adaptive, *settings.sweep_adaptive]:
+        if kind not in adaptive.KINDS:
+            raise ValueError(f"adaptive={kind!r}: choose from {', '.join(adaptive.KINDS)}")
+        if kind == "confidence" and not settings.min_confidence:
+            raise ValueError("adaptive=confidence stops at min_confidence: give it, for example min_confidence=0.3")
+        if kind == "load" and max(settings.concurrency, default=1) == 1:
+            raise ValueError("adaptive=load needs a concurrency sweep: give it, for example concurrency=[1,2,4,8]")
+    if not settings.concurrency or min(settings.concurrency) < 1:
+        raise ValueError(f"concurrency={list(settings.concurrency)}: give numbers of sequences, at least 1")
     if not 0 <= settings.min_confidence <= 1:
         raise ValueError(f"min_confidence={settings.min_confidence}: give a number between 0 (always draft k) and 1")
     if settings.max_new_tokens < 1:
@@ -94,61 +124,60 @@ def method_names(settings: EvalSettings) -> None:
             raise ValueError(f"methods has {method!r}: choose from {', '.join(known)}, or give its folder in heads")
 
 
-def spread(rows: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """`count` rows, one route after the other in turn, in file order within a route (0 = all).
-
-    Routes a, a, b, c with count 3 -> a, b, c.
-    """
-    by_route: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        by_route.setdefault(row["route"], []).append(row)
-    found: list[dict[str, Any]] = []
-    for turn in range(max(map(len, by_route.values()), default=0)):
-        found += [held[turn] for held in by_route.values() if len(held) > turn]
-    return found[:count] if count else found
-
-
-def prompts(rows: Sequence[DataRow], settings: EvalSettings, context: int) -> list[dict[str, Any]]:
-    """Evaluation prompts {"id", "key", "route", "turn", "ids"}: each conversation up to its last answer.
-
-    Raises ValueError when none is left.
-    """
-    longest = min(settings.max_prompt_tokens, context - 1)
-    usable: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        if row.spans and 0 < row.spans[-1][0] <= longest:
-            name = row.id if row.id not in usable else f"{row.id}#{row.index}"
-            facts = {"id": name, "key": row.key, "route": row.route, "turn": len(row.spans) - 1}
-            usable[name] = {**facts, "ids": list(row.ids[: row.spans[-1][0]])}
-    if not usable:
-        raise ValueError(
-            f"dataset={settings.dataset}: no prompt of at most {longest} tokens in split {settings.split!r} "
-            f"({len(rows)} rows): raise max_prompt_tokens or prepare other data"
-        )
-    return spread(list(usable.values()), settings.prompts)
-
-
 def plan(settings: EvalSettings, count: int) -> list[list[Unit]]:
     """Groups of units; a time budget is looked at between groups only, so that methods stay comparable."""
-    groups: list[list[Unit]] = []
-    heads = [m for m in settings.methods if m in settings.heads]
+    groups = [*_main(settings, count), *_alpha(settings, count), *_sweeps(settings, count)]
+    return [group for group in [*groups, *_concurrent(settings, count)] if group]
 
-    def units(
-        kind: str, i: int, temperature: float, k: int, methods: Sequence[str], proposals: Sequence[str]
-    ) -> list[Unit]:
-        return [
-            Unit(kind, i, m, k, temperature, p)
-            for p in proposals
-            for m in methods
-            if p == "greedy" or m in settings.heads
-        ]
 
+def main_tree(settings: EvalSettings) -> Any:
+    """Hashable: paths become tuples."""
+    return hashable(settings.tree)
+
+
+def main_adaptive(settings: EvalSettings) -> str:
+    """How deep heads draft in the main table. `min_confidence` alone means confidence; load shows in batches only."""
+    if settings.adaptive == "none" and settings.min_confidence:
+        return "confidence"
+    return "none" if settings.adaptive == "load" else settings.adaptive
+
+
+def hashable(tree: Any) -> Any:
+    return tree if isinstance(tree, str) else tuple(tuple(path) for path in tree)
+
+
+def units(
+    settings: EvalSettings,
+    kind: str,
+    i: int,
+    temperature: float,
+    k: int,
+    methods: Sequence[str],
+    proposals: Sequence[str],
+    tree: Any = "chain",
+    adaptive: str = "none",
+) -> list[Unit]:
+    """Trees, adaptive lengths and sampled proposals are the heads'; a dynamic tree's proposals are greedy."""
+    found = []
+    for p in proposals:
+        for m in methods:
+            head = m in settings.heads
+            if (p == "greedy" or head) and not (p == "sampled" and tree == "dynamic"):
+                found.append(
+                    Unit(kind, i, m, k, temperature, p, tree if head else "chain", adaptive if head else "none")
+                )
+    return found
+
+
+def _main(settings: EvalSettings, count: int) -> list[list[Unit]]:
+    groups = []
+    tree, adaptive = main_tree(settings), main_adaptive(settings)
     for temperature in sorted(settings.temperatures):
-        for i in range(count if temperature == 0 else min(settings.sampled_prompts, count)):
+        for i in range(_most(settings, temperature, count)):
             proposals = ["greedy"] if temperature == 0 else settings.proposals
             methods = [m for m in settings.methods if not m.startswith("random") or i < settings.sweep_prompts]
             group = [Unit("timed", i, "plain", 0, temperature, "greedy")]
-            group += units("timed", i, temperature, settings.k, methods, proposals)
+            group += units(settings, "timed", i, temperature, settings.k, methods, proposals, tree, adaptive)
             group += [  # a drafter without a law of its own still has its row where only sampled drafts are asked for
                 Unit("timed", i, m, settings.k, temperature, "greedy")
                 for m in methods
@@ -157,16 +186,60 @@ def plan(settings: EvalSettings, count: int) -> list[list[Unit]]:
             turn = i % len(group)
             group = [*group[turn:], *group[:turn]]
             groups.append(sorted(group, key=lambda unit: unit.method == "replay"))  # needs plain's output
-    for temperature in (t for t in sorted(settings.temperatures) if t > 0):
-        for i in range(min(settings.alpha_prompts, settings.sampled_prompts, count)):
-            groups.append(units("alpha", i, temperature, settings.k, heads, ["greedy"]))
+    return groups
+
+
+def _alpha(settings: EvalSettings, count: int) -> list[list[Unit]]:
+    heads = [m for m in settings.methods if m in settings.heads]
+    return [
+        units(settings, "alpha", i, temperature, settings.k, heads, ["greedy"])
+        for temperature in (t for t in sorted(settings.temperatures) if t > 0)
+        for i in range(min(settings.alpha_prompts, settings.sampled_prompts, count))
+    ]
+
+
+def _sweeps(settings: EvalSettings, count: int) -> list[list[Unit]]:
+    """Over k, trees and adaptive lengths; what the main table has already is left out."""
     swept = [m for m in settings.methods if m not in ("replay", "random", "random-tokens")]
+    heads = [m for m in swept if m in settings.heads]
+    shown = main_tree(settings), main_adaptive(settings)
+    groups: list[list[Unit]] = []
     for temperature in sorted(settings.temperatures):
-        most = count if temperature == 0 else min(settings.sampled_prompts, count)
-        for i in range(min(settings.sweep_prompts, most)):
+        for i in range(min(settings.sweep_prompts, _most(settings, temperature, count))):
+            at = settings, "timed", i, temperature
+            plain_k = [] if shown == ("chain", "none") else units(*at, settings.k, heads, ["greedy"])
             ks = [k for k in dict.fromkeys(settings.sweep_k) if k != settings.k]
-            groups.append([u for k in ks for u in units("timed", i, temperature, k, swept, ["greedy"])])
-    return [group for group in groups if group]
+            groups.append([*plain_k, *(u for k in ks for u in units(*at, k, swept, ["greedy"]))])
+            trees = [t for t in dict.fromkeys(map(hashable, settings.sweep_trees)) if t not in ("chain", shown[0])]
+            groups.append([u for t in trees for u in units(*at, settings.k, heads, ["greedy"], t)])
+            kinds = [a for a in dict.fromkeys(settings.sweep_adaptive) if a not in ("none", "load", shown[1])]
+            groups.append([u for a in kinds for u in units(*at, settings.k, heads, ["greedy"], "chain", a)])
+    return groups
+
+
+def _concurrent(settings: EvalSettings, count: int) -> list[list[Unit]]:
+    """All methods at each concurrency, lowest temperature, on one set of prompts; drafts off above a load come last."""
+    count = min(settings.concurrency_prompts or count, count)
+    methods = [m for m in settings.methods if not m.startswith("random")]
+    temperature, many = min(settings.temperatures), [c for c in sorted(set(settings.concurrency)) if c > 1]
+    shown = main_tree(settings), main_adaptive(settings)
+    groups: list[list[Unit]] = []
+
+    def at(c: int, found: Sequence[Unit]) -> list[Unit]:
+        return [dataclasses.replace(unit, concurrency=c, count=count) for unit in found]
+
+    for c in many:
+        own = units(settings, "timed", 0, temperature, settings.k, methods, ["greedy"], *shown)
+        groups.append(at(c, [Unit("timed", 0, "plain", 0, temperature, "greedy"), *own]))
+    if "load" in (settings.adaptive, *settings.sweep_adaptive):
+        heads = [m for m in methods if m in settings.heads]
+        own = units(settings, "timed", 0, temperature, settings.k, heads, ["greedy"], shown[0], "load")
+        groups += [at(c, own) for c in many]
+    return groups
+
+
+def _most(settings: EvalSettings, temperature: float, count: int) -> int:
+    return count if temperature == 0 else min(settings.sampled_prompts, count)
 
 
 def measured(settings: EvalSettings, facts: dict[str, Any]) -> dict[str, Any]:
@@ -174,5 +247,6 @@ def measured(settings: EvalSettings, facts: dict[str, Any]) -> dict[str, Any]:
     held = dataclasses.asdict(settings)
     names = ["split", "rule", "max_new_tokens", "max_prompt_tokens", "top_k", "top_p", "min_p", "seed"]
     # not named where they are off: records of runs before there were such settings go on
-    names += [name for name, off in (("min_confidence", 0.0), ("repetition_penalty", 1.0)) if held[name] != off]
+    offs = (("min_confidence", 0.0), ("repetition_penalty", 1.0), ("trees", dataclasses.asdict(TreeSettings())))
+    names += [name for name, off in offs if held[name] != off]
     return {**{name: held[name] for name in names}, **facts}

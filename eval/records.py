@@ -8,14 +8,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+from eval import metrics
 from eval.metrics import Record
 from heads.hub import write_json
 
 KEY = ("kind", "id", "turn", "method", "k", "temperature", "proposal", "seed")
+LATER = ("tree", "adaptive", "concurrency")  # as well, since there are such
 
 
 def unit(record: Record) -> tuple[Any, ...]:
-    return tuple(record[name] for name in KEY)
+    return (*(record[name] for name in KEY), *(record.get(name, metrics.LATER[name]) for name in LATER))
 
 
 class RecordFile:

@@ -5,17 +5,18 @@ The first line is the verdict of the self-checks; a report that fails one says s
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from eval import plots
+from eval import plots, report_sweeps
+from eval.cells import Cell, Table, length, slower, speed
 from eval.table import (
     DASH,
     LOSES,
     Row,
+    alone,
     at_main_k,
     by_route,
     finite,
@@ -47,6 +48,8 @@ FACTS = {
     "proposal": "Draft proposal",
     "temperature": "Temperature",
     "k": "Drafted tokens per pass (k)",
+    "tree": "Draft tree",
+    "adaptive_length": "Adaptive draft length",
     "date": "Date",
 }
 # Summary table: label, shared name, explanation, format, key of the interval.
@@ -70,38 +73,6 @@ POSITIONS = {
     "alpha_sum_min": "overlap of p and q (alpha_sum_min)",
     "alpha_greedy": "p of the top draft (alpha_greedy)",
 }
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One table cell: the figure, a second smaller line, and whether it is a loss against plain decoding."""
-
-    text: str
-    note: str = ""
-    loses: bool = False
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of the page; each body row starts with its header cell. `groups`: (label, columns) above the head."""
-
-    caption: str
-    head: list[str]
-    body: list[list[Cell]]
-    groups: list[tuple[str, int]] = field(default_factory=list)
-
-
-def _slower(row: Row) -> bool:
-    measured = finite(row.get("speedup_decode"))
-    return row["method"] != "plain" and measured is not None and measured < 1
-
-
-def _speed(row: Row) -> Cell:
-    return Cell(speedup(row.get("speedup_decode")), interval(row.get("speedup_decode_ci")), _slower(row))
-
-
-def _length(row: Row) -> Cell:
-    return Cell(number(row.get("acceptance_length")), interval(row.get("acceptance_length_ci")))
 
 
 def summary(rows: list[Row], temperature: float, k: int) -> Table:
@@ -148,7 +119,7 @@ def per_route(rows: list[Row], temperature: float, k: int) -> Table:
         cells = [Cell(route, f"{number(next(iter(methods.values())).get('prompts'), 0)} prompts")]
         for label in labels:
             row = methods.get(label)
-            cells += [_length(row), _speed(row)] if row else [Cell(DASH), Cell(DASH)]
+            cells += [length(row), speed(row)] if row else [Cell(DASH), Cell(DASH)]
         body.append(cells)
     head = ["Route"] + ["tokens per pass", "decode speed"] * len(labels)
     return Table(f"By route, T = {temperature:g}, k = {k}", head, body, [("", 1)] + [(label, 2) for label in labels])
@@ -159,7 +130,7 @@ def by_k(rows: list[Row], temperature: float, cost: dict[str, Any]) -> Table:
     body = []
     for row in overall(rows, temperature):
         told = Cell(speedup(formula_speedup(row, cost)))
-        cells = [Cell(row["label"]), Cell(str(row["k"])), _length(row), _speed(row), told]
+        cells = [Cell(row["label"]), Cell(str(row["k"])), length(row), speed(row), told]
         cells += [Cell(number(row.get("tokens_per_second"), 1)), Cell(percent(row.get("draft_overhead")))]
         body.append(cells)
     head = ["Method", "k", "tokens per pass", "decode speed", "formula", "tokens/s", "drafting"]
@@ -199,7 +170,7 @@ def losses(rows: list[Row]) -> list[tuple[str, str]]:
     """Where speculation is slower than plain: (method and T, its losing k) and (method, T and k, its losing routes)."""
     by_method: dict[str, list[str]] = {}
     by_method_k: dict[str, list[str]] = {}
-    for row in filter(_slower, rows):
+    for row in filter(slower, filter(alone, rows)):
         where, figure = f"{row['label']} at T = {row['temperature']:g}", times(row["speedup_decode"])
         if row["route"] == "all":
             bounds = interval(row.get("speedup_decode_ci"))
@@ -212,7 +183,11 @@ def losses(rows: list[Row]) -> list[tuple[str, str]]:
 
 def notes(rows: list[Row], k: int) -> list[str]:
     """What a reader must know before believing the figures: loops in the text, predictions that are off."""
-    found = []
+    found = [
+        f"{row['label']}, T = {row['temperature']:g}: rule {row['rule']} does not keep the target's law."
+        for row in rows
+        if row.get("lossy") and row["route"] == "all"
+    ]
     for temperature in temperatures(rows):
         for row in at_main_k(overall(rows, temperature), k):
             where = f"{row['label']}, T = {temperature:g}"
@@ -245,7 +220,13 @@ def _facts(meta: dict[str, Any]) -> list[tuple[str, str]]:
     return known + [(key.replace("_", " ").capitalize(), _plain_fact(meta[key])) for key in rest]
 
 
-def render(rows: list[Row], cost: dict[str, Any], training: dict[str, list[Row]], meta: dict[str, Any]) -> str:
+def render(
+    rows: list[Row],
+    cost: dict[str, Any],
+    training: dict[str, list[Row]],
+    meta: dict[str, Any],
+    trees: dict[str, Any] | None = None,
+) -> str:
     """The page as text; see `write`."""
     rows = labelled(rows)
     k = main_k(rows, meta.get("main_k", meta.get("k")))
@@ -274,21 +255,30 @@ def render(rows: list[Row], cost: dict[str, Any], training: dict[str, list[Row]]
         summaries=[table for t in found for table in (summary(rows, t, k), by_position(rows, t, k))],
         routes=[per_route(rows, t, k) for t in found],
         sweeps=[by_k(rows, t, cost) for t in found],
+        trees=[*report_sweeps.trees(rows, cost), *report_sweeps.best_trees(trees or {})],
+        adaptive=report_sweeps.adaptive(rows),
+        batches=report_sweeps.batches(rows),
         plots=figures,
         loses=LOSES,
     )
 
 
 def write(
-    folder: Path, rows: list[Row], cost: dict[str, Any], training: dict[str, list[Row]], meta: dict[str, Any]
+    folder: Path,
+    rows: list[Row],
+    cost: dict[str, Any],
+    training: dict[str, list[Row]],
+    meta: dict[str, Any],
+    trees: dict[str, Any] | None = None,
 ) -> Path:
     """Write `folder/report.html` atomically and return its path.
 
     rows: result rows of every method, k, temperature and route. cost: `target_pass_s` {tokens: seconds}, `draft_step_s`
     {method: seconds per drafted token} and optional `draft_fixed_s` {method: seconds per round}. training: log rows per
     head. meta: what was measured (FACTS), `checks` [{name, ok, detail}] and anything else worth showing, by name.
+    trees: head -> {"rank_accuracies", "best"} (eval/measured.py).
     """
-    page = render(rows, cost, training, meta)
+    page = render(rows, cost, training, meta, trees)
     path = folder / "report.html"
     partial = folder / f".report.html.{os.getpid()}.tmp"
     try:

@@ -17,31 +17,58 @@ Row = dict[str, Any]
 Prompts = Sequence[dict[str, Any]]
 
 
-def result_rows(records: Sequence[Record], main_k: int, methods: Sequence[str] = ()) -> list[tuple[Row, list[Record]]]:
-    """Every result row with its records: route "all" for each (method, k, T, proposal), single routes at the main k.
+def result_rows(
+    records: Sequence[Record], main_k: int, methods: Sequence[str] = (), main_tree: str = "chain"
+) -> list[tuple[Row, list[Record]]]:
+    """Every result row with its records: route "all" for each (method, k, T, proposal, tree, adaptive, concurrency),
+    single routes for the main k or tree, decoded one by one.
 
-    Order: temperature, plain, then `methods` as given, proposal, k.
+    Order: concurrency, temperature, plain, then `methods` as given, proposal, tree, adaptive, k.
     """
     timed = [r for r in records if r["kind"] == "timed"]
     plain = [r for r in timed if r["method"] == "plain"]
     alpha = [r for r in records if r["kind"] == "alpha"]
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for r in timed:
-        groups.setdefault((r["method"], r["k"], r["temperature"], r["proposal"]), []).append(r)
+        groups.setdefault(_group(r), []).append(r)
     place = {method: i for i, method in enumerate(["plain", *methods])}
     found = []
-    for method, k, temperature, proposal in sorted(groups, key=lambda g: (g[2], place.get(g[0], 99), g[3], g[1])):
-        held = groups[method, k, temperature, proposal]
-        routes = list(dict.fromkeys(r["route"] for r in held)) if k in (0, main_k) else []
+    order = sorted(groups, key=lambda g: (g[6], g[2], place.get(g[0], 99), *g[3:6], g[1]))
+    for method, k, temperature, _, tree, adaptive, concurrency in order:
+        held = groups[method, k, temperature, _, tree, adaptive, concurrency]
+        shown = k in (0, main_k) and tree == "chain" or tree == main_tree != "chain"
+        routes = list(dict.fromkeys(r["route"] for r in held)) if shown and concurrency == 1 else []
         for route in ["all", *routes]:
             own = [r for r in held if route in ("all", r["route"])]
             row = metrics.summarise(own, plain, route)
-            if route == "all":
+            if route == "all" and tree == "chain" and concurrency == 1:
                 same = [r for r in alpha if (r["method"], r["k"], r["temperature"]) == (method, k, temperature)]
                 for name in ("alpha_sum_min", "alpha_greedy"):
                     row[name] = metrics.mean_by_position(same, name)
             found.append((row, own))
     return found
+
+
+def _group(record: Record) -> tuple[Any, ...]:
+    names = ("tree", "adaptive", "concurrency")
+    later = (record.get(name, metrics.LATER[name]) for name in names)
+    return record["method"], record["k"], record["temperature"], record["proposal"], *later
+
+
+def break_even(records: Sequence[Record], method: str, tree: str) -> int:
+    """The most sequences at once up to which a method's fixed draft was measured to gain; 0 where it loses alone."""
+    own = [
+        r
+        for r in records
+        if r["method"] == method and r.get("tree", "chain") == tree and r.get("adaptive", "none") != "load"
+    ]
+    plain = [r for r in records if r["method"] == "plain" and r["kind"] == "timed"]
+    speeds = {}
+    for c in sorted({r.get("concurrency", 1) for r in own}):
+        at = [r for r in own if r.get("concurrency", 1) == c and r["kind"] == "timed"]
+        speeds[c] = metrics.speedups(metrics.pair(at, plain))[0]
+    found = metrics.break_even(list(speeds.items()))
+    return max(speeds, default=0) if found is None else int(found)
 
 
 def predict(
@@ -59,7 +86,7 @@ def predict(
     plain = {_place(r): r["output_ids"] for r in records if r["method"] == "plain" and r["temperature"] == 0}
     ids = {_place(p): p["ids"] for p in prompts}
     for name, head in heads.items():
-        own = [(row, held) for row, held in groups if row["method"] == name and row["route"] == "all"]
+        own = [(row, held) for row, held in groups if row["method"] == name and _fixed(row)]
         greedy = [(row, held) for row, held in own if row["temperature"] == 0]
         longest = max((row["k"] for row, _ in greedy), default=0)
         places = {_place(r) for _, held in greedy for r in held if _place(r) in plain and _place(r) in ids}
@@ -73,6 +100,11 @@ def predict(
                 row["predicted_acceptance_length"] = theory.tau_from_conditionals(alphas)
 
 
+def _fixed(row: Row) -> bool:
+    """Chains of a fixed k, decoded one by one, over all routes: what replayed rounds predict."""
+    return (row["route"], row["tree"], row["adaptive"], row["concurrency"]) == ("all", "chain", "none", 1)
+
+
 def _place(record: Record) -> tuple[str, int]:
     """What names a prompt: the conversation and its turn."""
     return record["id"], record["turn"]
@@ -80,12 +112,13 @@ def _place(record: Record) -> tuple[str, int]:
 
 def equality(target: Target, prompts: Prompts, records: Sequence[Record]) -> list[dict[str, Any]]:
     """Coupled rules (greedy, match, strict) against plain, token by token; a difference names the logit gap."""
-    plain = {metrics.key(r): r for r in records if r["kind"] == "timed" and r["method"] == "plain"}
+    timed = [r for r in records if r["kind"] == "timed" and r["method"] == "plain"]
+    plain = {metrics.text_key(r): r for r in timed if r.get("concurrency", 1) == 1}
     ids_of = {_place(p): p["ids"] for p in prompts}
     found = []
     for r in records:
-        own = plain.get(metrics.key(r))
-        if r["method"] == "plain" or own is None or r["rule"] not in ("greedy", "match", "strict"):
+        own = plain.get(metrics.text_key(r))
+        if own is None or own is r or r["rule"] not in ("greedy", "match", "strict"):
             continue
         at = first_difference(r["output_ids"], own["output_ids"])
         detail = ""
@@ -94,6 +127,8 @@ def equality(target: Target, prompts: Prompts, records: Sequence[Record]) -> lis
             top = target.logits(target.forward(ids).last[0, -1]).topk(2).values
             detail = f"token {at} differs, the target's two best logits are {float(top[0] - top[1]):.2e} apart"
         what = f"{r['method']} k={r['k']} T={r['temperature']:g} on {r['id']}"
+        if _group(r)[4:] != ("chain", "none", 1):
+            what += " ({}, {}, {} at once)".format(*_group(r)[4:])
         found.append(
             {
                 "what": what,

@@ -8,17 +8,21 @@ from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from eval import metrics, timing
+from eval import metrics, shapes
 from eval.cache import AttentionMasks
+from eval.decoding import LOSSY
 from eval.drafter import Drafter, PerSequence
 from eval.drafters.head import drafter_for, pack, untrained
 from eval.drafters.lookup import Lookup
 from eval.drafters.random import Random
 from eval.drafters.replay import Replay
-from eval.generate import Decoding, generate
+from eval.generate import Decoding, Generation, generate, generate_batch
+from eval.measured import Measured
 from eval.metrics import Record
 from eval.plan import EvalSettings, Unit
 from eval.records import RecordFile
+from eval.results import break_even
+from eval.tree import depth_of
 from eval.verify import mix
 from eval.warpers import Warpers
 from heads.target import Target
@@ -28,9 +32,14 @@ class Bench:
     """A target, its prompts and the drafters that are compared on them."""
 
     def __init__(
-        self, settings: EvalSettings, target: Target, heads: dict[str, Any], prompts: list[dict[str, Any]]
+        self,
+        settings: EvalSettings,
+        target: Target,
+        heads: dict[str, Any],
+        prompts: list[dict[str, Any]],
+        known: Measured,
     ) -> None:
-        self.settings, self.target, self.prompts = settings, target, prompts
+        self.settings, self.target, self.prompts, self.known = settings, target, prompts, known
         self.masks = AttentionMasks(target)
         V = target.spec.vocab_size
         self.drafters: dict[str, Drafter] = {}
@@ -45,8 +54,12 @@ class Bench:
         self.drafters["lookup"] = PerSequence(lambda: Lookup(V))
         self.drafters["random-tokens"] = PerSequence(lambda: Random(V))
 
-    def decoding(self, unit: Unit, max_new_tokens: int | None = None) -> Decoding:
-        s, prompt = self.settings, self.prompts[unit.prompt]
+    def decoding(
+        self, unit: Unit, prompt: int, records: Sequence[Record], max_new_tokens: int | None = None
+    ) -> Decoding:
+        s, chosen = self.settings, self.prompts[prompt]
+        shape = self.known.shape(unit.method, unit.tree)
+        load = unit.adaptive == "load"
         return Decoding(
             k=unit.k,
             max_new_tokens=max_new_tokens or s.max_new_tokens,
@@ -54,48 +67,74 @@ class Bench:
             proposal=unit.proposal,
             rule=s.rule if unit.method != "plain" else "auto",
             # prompts must not share their noise, methods must
-            seed=mix(s.seed, zlib.crc32(f"{prompt['id']}/{prompt['turn']}".encode())),
+            seed=mix(s.seed, zlib.crc32(f"{chosen['id']}/{chosen['turn']}".encode())),
             record_alpha=unit.kind == "alpha",
             # alpha is a mean over all positions, not over those the head is sure of
-            min_confidence=s.min_confidence if unit.kind == "timed" else 0.0,
+            min_confidence=s.min_confidence if unit.adaptive == "confidence" else 0.0,
+            tree=shape,
+            replacement=s.trees.replacement,
+            gain=self.known.gain(self, unit.method) if unit.adaptive == "gain" else None,
+            heuristic=unit.adaptive == "heuristic",
+            most_live=break_even(records, unit.method, tree_of(unit, s)) if load else None,
         )
 
-    def drafter(self, unit: Unit, plain: Sequence[int]) -> Drafter | None:
+    def drafter(self, unit: Unit, records: Sequence[Record]) -> Drafter | None:
         if unit.method == "plain":
             return None
         if unit.method != "replay":
             return self.drafters[unit.method]
-        return PerSequence(lambda: Replay(plain, self.target.spec.vocab_size))
+        ids_of = {(prompt["id"], prompt["turn"]): tuple(prompt["ids"]) for prompt in self.prompts}
+        known = {
+            ids_of[r["id"], r["turn"]]: r["output_ids"]
+            for r in records
+            if r["method"] == "plain" and r["temperature"] == unit.temperature and (r["id"], r["turn"]) in ids_of
+        }
+        return PerSequence(lambda: Replay(known, self.target.spec.vocab_size))
 
     def warm_up(self, units: Sequence[Unit]) -> None:
         """A few tokens with every method, so that the first record does not pay for lazy set-up."""
         for unit in {unit.method: unit for unit in units}.values():
-            generate(
-                self.target,
-                self.drafter(unit, [0] * 8),
-                self.prompts[0]["ids"][-16:],
-                self.decoding(unit, 8),
-                self.masks,
-            )
+            plain = dataclasses.replace(unit, tree="chain", adaptive="none")
+            decoding = self.decoding(plain, 0, [], 8)
+            generate(self.target, self.drafter(unit, []), self.prompts[0]["ids"][-16:], decoding, self.masks)
 
 
-def record(bench: Bench, unit: Unit, held: Sequence[Record]) -> Record:
-    """Decode one unit -> its record."""
-    prompt, decoding = bench.prompts[unit.prompt], bench.decoding(unit)
-    plain = next((r for r in held if r["method"] == "plain" and _same(r, prompt, unit)), None)
-    drafter = bench.drafter(unit, plain["output_ids"] if plain else [])
-    found = dataclasses.asdict(generate(bench.target, drafter, prompt["ids"], decoding, bench.masks))
+def tree_of(unit: Unit, settings: EvalSettings) -> str:
+    return shapes.label(unit.tree, settings.trees)
+
+
+def records_of(bench: Bench, unit: Unit, held: Sequence[Record]) -> list[Record]:
+    """Decode one unit -> a record per prompt of it."""
+    places = range(unit.prompt, unit.prompt + unit.count)
+    decodings = [bench.decoding(unit, place, held) for place in places]
+    ids = [bench.prompts[place]["ids"] for place in places]
+    drafter = bench.drafter(unit, held)
+    found = generate_batch(bench.target, drafter, ids, decodings, unit.concurrency, bench.masks)
+    return [
+        record(bench, unit, bench.prompts[place], decoding, generation)
+        for place, decoding, generation in zip(places, decodings, found, strict=True)
+    ]
+
+
+def record(bench: Bench, unit: Unit, prompt: dict[str, Any], decoding: Decoding, generation: Generation) -> Record:
+    found, rule = dataclasses.asdict(generation), decoding.resolved_rule()
     if unit.kind != "alpha":
         del found["alpha_sum_min"], found["alpha_greedy"]
+    if unit.tree == "chain":
+        del found["nodes"]  # the steps say it
     return {
         "kind": unit.kind,
         "id": prompt["id"],
         "route": prompt["route"],
         "turn": prompt["turn"],
         "method": unit.method,
-        "rule": decoding.resolved_rule(),
+        "rule": rule,
+        "lossy": rule in LOSSY,
         "proposal": unit.proposal,
-        "k": unit.k,
+        "k": decoding.depth(),
+        "tree": tree_of(unit, bench.settings),
+        "adaptive": unit.adaptive,
+        "concurrency": unit.concurrency,
         "temperature": unit.temperature,
         "seed": bench.settings.seed,
         "prompt_tokens": len(prompt["ids"]),
@@ -105,21 +144,18 @@ def record(bench: Bench, unit: Unit, held: Sequence[Record]) -> Record:
     }
 
 
-def _same(record: Record, prompt: dict[str, Any], unit: Unit) -> bool:
-    return (record["id"], record["turn"], record["temperature"]) == (prompt["id"], prompt["turn"], unit.temperature)
-
-
 def measure(bench: Bench, groups: Sequence[Sequence[Unit]], file: RecordFile) -> bool:
     """Decode what is not recorded yet; false when the time budget ended it before the plan did."""
     s = bench.settings
 
-    def key(unit: Unit) -> tuple[Any, ...]:
-        prompt = bench.prompts[unit.prompt]
-        return (
-            unit.kind, prompt["id"], prompt["turn"], unit.method, unit.k, unit.temperature, unit.proposal, s.seed,
-        )  # fmt: skip
+    def keys(unit: Unit) -> list[tuple[Any, ...]]:
+        own = bench.prompts[unit.prompt : unit.prompt + unit.count]
+        shape = bench.known.shape(unit.method, unit.tree)
+        k = unit.k if shape is None else depth_of(shape)
+        rest = unit.temperature, unit.proposal, s.seed, tree_of(unit, s), unit.adaptive, unit.concurrency
+        return [(unit.kind, prompt["id"], prompt["turn"], unit.method, k, *rest) for prompt in own]
 
-    missing = [[unit for unit in group if key(unit) not in file.done] for group in groups]
+    missing = [[unit for unit in group if not file.done.issuperset(keys(unit))] for group in groups]
     missing = [group for group in missing if group]
     if missing:
         bench.warm_up([unit for group in missing for unit in group])
@@ -129,21 +165,8 @@ def measure(bench: Bench, groups: Sequence[Sequence[Unit]], file: RecordFile) ->
             if end is not None and time.monotonic() > end:
                 return False
             for unit in group:
-                file.append(record(bench, unit, file.rows))
+                for found in records_of(bench, unit, file.rows):
+                    file.append(found)
                 bar.set_postfix_str(f"{unit.method} k={unit.k} T={unit.temperature:g}", refresh=False)
                 bar.update()
     return True
-
-
-def costs(bench: Bench) -> dict[str, Any]:
-    """cost.json: seconds of a target pass by tokens, of a draft step and of a round's fixed part by method."""
-    s = bench.settings
-    text = [token for prompt in bench.prompts for token in prompt["ids"]]
-    text = (text * (s.cost_context // len(text) + 1))[: s.cost_context]
-    found: dict[str, Any] = {"context": s.cost_context, "target_pass_s": timing.target_pass(bench.target, text)}
-    found |= {"draft_step_s": {}, "draft_fixed_s": {}}
-    for name in s.methods:
-        if name in bench.drafters:
-            step, fixed = timing.draft(bench.target, bench.drafters[name], text, s.k)
-            found["draft_step_s"][name], found["draft_fixed_s"][name] = step, fixed
-    return found

@@ -52,7 +52,7 @@ class Sequence:
     def ask(self, live: int, most: int) -> Ask:
         """What it wants drafted next, with `live` sequences in the batch; never more than could still be emitted."""
         d = self.decoding
-        off = d.most_live and live > d.most_live
+        off = d.most_live is not None and live > d.most_live
         return Ask(
             budget=0 if off else min(self.depth, most, self.budget - len(self.found.output_ids)),
             sampled=d.proposal == "sampled",

@@ -72,7 +72,8 @@ def prediction_error(row: Row) -> float | None:
 
 
 def labelled(rows: list[Row]) -> list[Row]:
-    """Copies of the rows with a `label`: the method, plus proposal and rule where the method alone is ambiguous."""
+    """Copies of the rows with a `label`: the method, plus proposal and rule where the method alone is ambiguous, the
+    tree and the adaptive length where there is one, and LOSSY where the rule does not keep the target's law."""
     proposals, rules = defaultdict(set), defaultdict(set)
     for row in rows:
         proposals[row["method"], row["temperature"]].add(row.get("proposal"))
@@ -86,7 +87,11 @@ def labelled(rows: list[Row]) -> list[Row]:
             label += f", {row.get('proposal') or 'no'} draft"
         if (row["method"], row.get("proposal")) in several_rules:
             label += f", {row.get('rule') or 'no'} rule"
-        copies.append({**row, "label": label})
+        if row.get("tree", "chain") != "chain":
+            label += f", {row['tree']} tree"
+        if row.get("adaptive", "none") != "none":
+            label += f", length by {row['adaptive']}"
+        copies.append({**row, "label": label + (", LOSSY" if row.get("lossy") else "")})
     return copies
 
 
@@ -96,13 +101,18 @@ def temperatures(rows: list[Row]) -> list[float]:
 
 
 def overall(rows: list[Row], temperature: float) -> list[Row]:
-    """The rows over all prompts at one temperature."""
-    return [row for row in rows if row["route"] == "all" and row["temperature"] == temperature]
+    """The rows over all prompts at one temperature, decoded one by one."""
+    return [row for row in rows if alone(row) and row["route"] == "all" and row["temperature"] == temperature]
+
+
+def alone(row: Row) -> bool:
+    """Decoded at batch 1; rows of a concurrency sweep have tables of their own."""
+    return bool(row.get("concurrency", 1) == 1)
 
 
 def main_k(rows: list[Row], wanted: object = None) -> int:
     """The draft length of the main table: `wanted` where it was run, else 4 (the usual headline), else the longest."""
-    run = {row["k"] for row in rows if row["method"] != "plain"}
+    run = {row["k"] for row in rows if row["method"] != "plain" and alone(row)}
     for k in (wanted, 4):
         if k in run and isinstance(k, int):
             return k
@@ -143,17 +153,19 @@ def target_pass(cost: dict[str, Any]) -> tuple[list[float], list[float]]:
 
 
 def formula_speedup(row: Row, cost: dict[str, Any]) -> float | None:
-    """tau * t(1) / (t(k + 1) + draft seconds): tau / (k c + 1) with the measured curve t in place of a flat one.
+    """tau * t(1) / (t(N + 1) + draft seconds): tau / (k c + 1) with the measured curve t in place of a flat one.
 
-    tau is the row's measured acceptance length. None when tau, t(1), t(k + 1) or the draft cost was not measured.
+    N are the tokens a pass verifies: k on a chain, the nodes of a tree. tau is the row's measured acceptance length.
+    None when tau, t(1), t(N + 1) or the draft cost was not measured.
     """
     tokens, seconds = target_pass(cost)
     drafting = draft_seconds(cost, row["method"], row["k"])
     tau = finite(row.get("acceptance_length"))
-    if tau is None or drafting is None or not tokens or tokens[0] != 1 or row["k"] + 1 > tokens[-1]:
+    verified = row["k"] if row.get("tree", "chain") == "chain" else finite(row.get("nodes_per_pass")) or 0.0
+    if tau is None or drafting is None or not tokens or tokens[0] != 1 or verified + 1 > tokens[-1]:
         return None
     one_token = seconds[0]
-    return theory.speedup(tau, 1, drafting / one_token, float(np.interp(row["k"] + 1, tokens, seconds)) / one_token)
+    return theory.speedup(tau, 1, drafting / one_token, float(np.interp(verified + 1, tokens, seconds)) / one_token)
 
 
 def _with_interval(text: str, bounds: object) -> str:

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -26,8 +26,10 @@ def median_seconds(jobs: dict[str, Callable[[], object]], repeats: int) -> dict[
 
 
 @torch.inference_mode()
-def target_pass(target: Target, prompt: list[int], most: int = 16, repeats: int = 5) -> dict[str, float]:
-    """Seconds of a pass of 1..most tokens over a cache holding `prompt`, LM head of every row included."""
+def target_pass(
+    target: Target, prompt: list[int], sizes: Sequence[int] = range(1, 17), repeats: int = 5
+) -> dict[str, float]:
+    """Seconds of a pass of each number of tokens over a cache holding `prompt`, LM head of every row included."""
     masks, cache = AttentionMasks(target), KVCache()
     read(target, cache, masks, prompt, ())
     cache.keep([len(prompt)])
@@ -36,7 +38,7 @@ def target_pass(target: Target, prompt: list[int], most: int = 16, repeats: int 
         ids = [prompt[i % len(prompt)] for i in range(n)]
         return lambda: target.logits(forward(target, cache, masks, [ids], Trees([list(range(n - 1))])).last[0])
 
-    return median_seconds({str(n): job(n) for n in range(1, most + 1)}, repeats)
+    return median_seconds({str(n): job(n) for n in sizes}, repeats)
 
 
 @torch.inference_mode()

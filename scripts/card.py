@@ -26,6 +26,7 @@ def read_measured(folder: str | None, provenance: dict[str, Any]) -> dict[str, A
     manifest = json.loads(manifest_file.read_text(encoding="utf-8"))
     found = json.loads(rows_file.read_text(encoding="utf-8"))
     rows = [row for row in (found["rows"] if isinstance(found, dict) else found) if row.get("route") == "all"]
+    rows = [row for row in rows if row.get("concurrency", 1) == 1]
     heads = manifest.get("heads") or {}
     own = [name for name, made in heads.items() if made == provenance]
     if not own:
@@ -169,7 +170,7 @@ def measurements(measured: dict[str, Any] | None, facts: dict[str, Any]) -> str:
     lines += ["| " + " | ".join(cells(row)) + " |" for row in measured["rows"]]
     limit = measured["settings"].get("max_new_tokens")
     note = (
-        f"From evaluation `{measured['folder']}`, batch 1, chains, held-out prompts, at most {limit} new tokens; the "
+        f"From evaluation `{measured['folder']}`, batch 1, chains unless a tree is named, held-out prompts, at most {limit} new tokens; the "
         "token the target adds itself is counted (plain decoding = 1.0). Acceptance carries over to other machines, "
         "speed does not."
     )
@@ -182,8 +183,15 @@ def cells(row: dict[str, Any]) -> list[str]:
 
     interval = row.get("acceptance_length_ci") or []
     speed = row.get("speedup_decode")
+    method = row["method"]
+    if row.get("tree", "chain") != "chain":
+        method += f", {row['tree']} tree"
+    if row.get("adaptive", "none") != "none":
+        method += f", length by {row['adaptive']}"
+    if row.get("lossy"):
+        method += ", LOSSY"
     return [
-        row["method"], str(row["k"]), f"{row['temperature']:g}", str(row.get("proposal", "-")),
+        method, str(row["k"]), f"{row['temperature']:g}", str(row.get("proposal", "-")),
         str(row.get("prompts", "-")), str(row.get("tokens", "-")), figure(row.get("acceptance_length")),
         " to ".join(figure(bound) for bound in interval) or "-", "-" if speed is None else f"{speed:.2f}x",
     ]  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from tiny import tiny_target
 
 from data.rows import DataRow
-from eval import plan, records
+from eval import chosen, plan, records
 from eval.__main__ import compare
 from eval.drafters.head import drafter_for, untrained
 from eval.generate import Decoding, generate
@@ -115,7 +115,7 @@ def test_the_plan_rotates_and_covers_every_setting(tmp_path: Path) -> None:
     first = [group[0].method for group in groups[:3]]
     assert len(set(first)) == 3 and all(group[-1].method == "replay" for group in groups[:3])
     assert {u.k for u in units if u.method == "lookup" and u.temperature == 1.0} == {1, 2, 3}
-    assert plan.spread([{"route": r, "n": i} for i, r in enumerate("aabc")], 3) == [
+    assert chosen.spread([{"route": r, "n": i} for i, r in enumerate("aabc")], 3) == [
         {"route": "a", "n": 0}, {"route": "b", "n": 2}, {"route": "c", "n": 3},
     ]  # fmt: skip
 
@@ -151,7 +151,7 @@ def test_unknown_methods_and_unusable_prompts_are_refused(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="methods has 'medusa2': choose from medusa, eagle3"):
         plan.method_names(settings(tmp_path, methods=["medusa2"]))
     with pytest.raises(ValueError, match="no prompt of at most 5 tokens"):
-        plan.prompts(rows_of_data(), settings(tmp_path, max_prompt_tokens=5), 256)
+        chosen.prompts(rows_of_data(), settings(tmp_path, max_prompt_tokens=5), 256)
 
 
 def test_an_output_folder_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
