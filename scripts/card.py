@@ -170,8 +170,9 @@ def measurements(measured: dict[str, Any] | None, facts: dict[str, Any]) -> str:
     lines += ["| " + " | ".join(cells(row)) + " |" for row in measured["rows"]]
     limit = measured["settings"].get("max_new_tokens")
     note = (
-        f"From evaluation `{measured['folder']}`, batch 1, chains unless a tree is named, held-out prompts, at most {limit} new tokens; the "
-        "token the target adds itself is counted (plain decoding = 1.0). Acceptance carries over to other machines, "
+        f"From evaluation `{measured['folder']}`, batch 1, chains unless a tree is named, held-out prompts, at most "
+        f"{limit} new tokens; the token the target adds itself is counted (plain decoding = 1.0). Acceptance carries "
+        "over to other machines, "
         "speed does not."
     )
     return "\n".join(lines) + f"\n\n{note} {offline}".rstrip()
