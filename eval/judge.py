@@ -71,8 +71,7 @@ def judge(
         return verify_tree.sample_and_match(draft, parents, p, decoding.seed, position), every
     if rule == "typical":
         assert every is not None
-        u = float(torch.rand((), generator=generator))
-        return verify_tree.typical_lossy(draft, parents, every, u), every
+        return verify_tree.typical_lossy(draft, parents, every, float(torch.rand((), generator=generator))), every
     u = torch.rand(len(draft) + 1, generator=generator)
     laws = proposal.probs if rule == "rejection" else None
     return verify_tree.rejection(draft, parents, p, laws, u), every

@@ -10,7 +10,7 @@ import torch
 from tiny import tiny_target
 
 from data.rows import DataRow
-from eval import plan, report, shapes
+from eval import plan, report, shapes, table
 from eval.__main__ import compare
 from eval.drafters.head import untrained
 from eval.measured import Measured, curve, described, texts
@@ -114,7 +114,7 @@ def test_a_lossy_rule_is_named_wherever_it_shows(
     pages: list[str] = []
 
     def notes(folder: Path, rows: list[Any], *args: Any) -> Path:
-        pages.append(str(report.notes(report.labelled(rows), 3)))
+        pages.append(str(report.notes(table.labelled(rows), 3)))
         return folder
 
     monkeypatch.setattr("eval.report.write", notes)

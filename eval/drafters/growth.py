@@ -17,8 +17,15 @@ from eval.verify_tree import draw_children
 
 
 class Growth(Protocol):
-    frontier: list[int]  # rows of the tree whose children come next
-    sources: list[int]  # the place of each one's parent in the frontier before
+    @property
+    def frontier(self) -> list[int]:
+        """Rows of the tree whose children come next."""
+        ...
+
+    @property
+    def sources(self) -> list[int]:
+        """The place of each one's parent in the frontier before."""
+        ...
 
     @property
     def width(self) -> int:
