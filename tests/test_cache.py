@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import tiny_target
 
-from eval.cache import AttentionMasks, KVCache
+from eval.cache import AttentionMasks, KVCache, Trees
 from heads.target import Target
 
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
@@ -95,6 +95,45 @@ def test_mask_shows_the_prefix_and_the_window() -> None:
     assert seen[1, 0].tolist() == [[True, False, False, False], [True, True, False, False]]
     assert cache.mask(2, window=2)[0, 0].tolist() == [[False, True, True, False], [False, False, True, True]]
     assert cache.positions(2).tolist() == [[2, 3], [0, 1]]
+
+
+def test_a_node_sees_the_sequence_and_its_path_within_the_window_of_its_depth() -> None:
+    """Row 0 of the cache holds 3 entries and drafts [0, 0, 1], row 1 holds 1 and drafts nothing."""
+    cache = KVCache(batch=2)
+    cache.lengths = [3, 1]
+    trees = Trees([[0, 0, 1], []])
+    assert trees.positions(cache).tolist() == [[3, 4, 4, 5], [1, 1, 1, 1]]
+    seen = trees.mask(cache)[:, 0].int().tolist()
+    assert seen[0] == [[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 1, 0], [1, 1, 1, 1, 1, 0, 1]]
+    assert seen[1][0] == [1, 1, 0, 0, 0, 0, 0] and seen[1][3] == [1, 0, 0, 0, 1, 0, 0], "padding sees itself"
+    windowed = trees.mask(cache, window=3)[0, 0].int().tolist()
+    assert windowed[2] == [0, 0, 1, 1, 0, 1, 0], "position 4 sees 2, 3 and itself, though its entry is the sixth"
+    assert windowed[3] == [0, 0, 0, 1, 1, 0, 1]
+
+
+def test_the_accepted_path_moves_to_the_front() -> None:
+    cache = KVCache(batch=2, capacity=8)
+    entries = torch.arange(16.0).view(2, 1, 8, 1)
+    cache.update(entries, entries, 0)
+    cache.lengths = [2, 1]
+    cache.accept(0, [2, 4])
+    cache.accept(1, [1, 2])
+    assert cache.lengths == [5, 4]
+    assert cache.keys[0][0, 0, :5, 0].tolist() == [0, 1, 2, 4, 6]
+    assert cache.values[0][1, 0, :4, 0].tolist() == [8, 9, 10, 11]
+    cache.move(1, 0)
+    assert cache.lengths == [4, 0] and cache.keys[0][0, 0, :4, 0].tolist() == [8, 9, 10, 11]
+
+
+def test_a_pass_over_one_row_leaves_the_others_alone() -> None:
+    cache = KVCache(batch=3, capacity=4)
+    cache.update(torch.zeros(3, 1, 1, 2), torch.zeros(3, 1, 1, 2), 0)
+    cache.keep([1, 1, 1])
+    with cache.rows(1, 2):
+        keys, _ = cache.update(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2), 0)
+        cache.keep([3])
+    assert keys.shape == (1, 1, 3, 2) and cache.lengths == [1, 3, 1]
+    assert float(cache.keys[0][0].sum() + cache.keys[0][2].sum()) == 0
 
 
 def test_growing_keeps_what_was_written() -> None:
