@@ -10,6 +10,9 @@ Two sides that agree by test: `forward` over whole sequences (training) equals d
                    absorb(cache, last, taps)                                     what the head keeps of true slots
                    draft_logits(last, steps, cache, embedding)                   [B, steps, D] after the newest slot
 
+In decoding `cache` is a placement on the head's cache (heads/placement.py): rows of a batch, nodes of a tree. A head
+asks it for `positions(n)`, hands it `write(keys, values, layer)`, and attends by the mask it gets back.
+
 A *slot* t is a position whose next token x_{t+1} is known; step i drafted from slot t predicts x_{t+2+i}.
 """
 

@@ -1,5 +1,7 @@
 """Placed entries of a draft cache: every node of a tree is drafted as its path alone would be, in any batch of rows."""
 
+from typing import Any
+
 import torch
 from tiny import tiny_target
 from torch import Tensor
@@ -14,15 +16,15 @@ LENGTHS = [7, 3, 11]
 LEVELS = [([[0, 0], [0, 0, 0]], [[5, 9], [8, 3, 22]]), ([[0, 1, 1], [2]], [[4, 6, 7], [30]])]
 
 
-def features(target: Target, head: object, ids: Tensor) -> tuple[Tensor, Tensor]:
-    output = target.forward(ids, taps=head.taps)  # type: ignore[attr-defined]
-    return head.feature(output.last, output.taps)[:, :-1], target.embed(ids)[:, 1:]  # type: ignore[attr-defined]
+def features(target: Target, head: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    output = target.forward(ids, taps=head.taps)
+    return head.feature(output.last, output.taps)[:, :-1], target.embed(ids)[:, 1:]
 
 
 @torch.no_grad()
 def test_nodes_of_a_ragged_batch_are_drafted_as_their_paths_alone() -> None:
     target = tiny_target(layers=4)
-    head = eagle3(target, std=0.3)
+    head: Any = eagle3(target, std=0.3)
     ids = tokens(3, 13)
     feature, embedding = features(target, head, ids)
     cache = LayerCache(3)
@@ -31,7 +33,8 @@ def test_nodes_of_a_ragged_batch_are_drafted_as_their_paths_alone() -> None:
     assert cache.lengths.tolist() == LENGTHS
     rows = [0, 2]
     last = [hidden[row, LENGTHS[row] - 1] for row in rows]
-    drafts, paths = Drafts(cache, rows), [[([], own)] for own in last]
+    drafts = Drafts(cache, rows)
+    paths: list[list[tuple[list[int], Tensor]]] = [[([], own)] for own in last]
     for step, (sources, drawn) in enumerate(LEVELS, start=1):
         n = max(map(len, drawn))
         parents = [[paths[i][j][1] for j in own + [0] * (n - len(own))] for i, own in enumerate(sources)]
@@ -48,13 +51,13 @@ def test_nodes_of_a_ragged_batch_are_drafted_as_their_paths_alone() -> None:
     assert cache.lengths.tolist() == LENGTHS, "drafts move no pointer"
 
 
-def alone(target: Target, head: object, ids: Tensor, length: int, path: list[int]) -> Tensor:
+def alone(target: Target, head: Any, ids: Tensor, length: int, path: list[int]) -> Tensor:
     """The head's output after a path, drafted as a chain in a cache of its own."""
     feature, embedding = features(target, head, ids[None, : length + 1])
     cache = LayerCache(1)
-    hidden = head.advance(cache, feature, embedding)[:, -1:]  # type: ignore[attr-defined]
+    hidden = head.advance(cache, feature, embedding)[:, -1:]
     for step, token in enumerate(path, start=1):
-        hidden = head.advance(cache, hidden, target.embed(torch.tensor([[token]])), step=step)  # type: ignore[attr-defined]
+        hidden = head.advance(cache, hidden, target.embed(torch.tensor([[token]])), step=step)
     return hidden[0, 0]
 
 
