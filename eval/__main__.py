@@ -90,7 +90,7 @@ def compare(
     cost = known.costs(bench)
     trees = known.trees(cost)
     same = equality(target, chosen, file.rows)
-    found = checks.run(groups, same, exactness.check(sorted({record["rule"] for record in file.rows})))
+    found = checks.run(groups, same, exactness.check(exactness.rules_of(file.rows)))
     write_json(folder / "rows.json", rows)
     write_json(folder / "cost.json", cost)
     write_json(folder / "trees.json", trees)

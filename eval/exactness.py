@@ -7,6 +7,7 @@ q is a multiple of 1/N, so the midpoints of N cells stand for the whole interval
 import itertools
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,6 +126,23 @@ LOSSLESS: dict[str, tuple[Node, Sequence[Fraction], tuple[int, ...]]] = {
     "tree without replacement": (without_replacement, pairs(replacement=False), (15, 1, 60)),
     "tree with replacement": (with_replacement, pairs(replacement=True), (15, 1, 16)),
 }
+
+
+TREE_RULES = {
+    "one-hot": ("tree one-hot",),
+    "match": ("tree match",),
+    "strict": ("tree strict",),
+    "rejection": ("tree without replacement", "tree with replacement"),
+}
+
+
+def rules_of(records: Sequence[dict[str, Any]]) -> list[str]:
+    """What decided these records: their rules, and those rules' tree forms where there are trees."""
+    found = {record["rule"] for record in records}
+    for record in records:
+        if record.get("tree", "chain") != "chain":
+            found.update(TREE_RULES.get(record["rule"], ()))
+    return sorted(found)
 
 
 def check(rules: Sequence[str]) -> dict[str, float]:

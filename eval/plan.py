@@ -93,6 +93,11 @@ def check(settings: EvalSettings, limits: dict[str, int]) -> None:
                 raise ValueError(f"k={k} is above what {method!r} can draft ({limits[method]}): lower k or sweep_k")
     if settings.rule not in RULES:
         raise ValueError(f"rule={settings.rule!r}: choose from {', '.join(RULES)}")
+    if max(settings.temperatures, default=0) > 0 and settings.heads:
+        if settings.rule == "one-hot" and "sampled" in settings.proposals:
+            raise ValueError("rule=one-hot judges greedy drafts: give proposals=[greedy]")
+        if settings.tree == "dynamic" and "greedy" not in settings.proposals:
+            raise ValueError("tree=dynamic has greedy drafts: add greedy to proposals")
     for tree in [settings.tree, *settings.sweep_trees]:
         shapes.check(tree, settings.trees)
     for kind in [settings.adaptive, *settings.sweep_adaptive]:

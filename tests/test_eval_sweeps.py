@@ -174,6 +174,8 @@ def test_trees_by_name() -> None:
         ({"adaptive": "load"}, "adaptive=load needs a concurrency sweep"),
         ({"concurrency": [0]}, r"concurrency=\[0\]"),
         ({"rule": "best"}, "rule='best'"),
+        ({"rule": "one-hot", "temperatures": [1.0]}, "rule=one-hot judges greedy drafts"),
+        ({"tree": "dynamic", "temperatures": [1.0], "proposals": ["sampled"]}, "tree=dynamic has greedy drafts"),
     ],
 )
 def test_settings_of_sweeps_that_mean_nothing_are_refused(tmp_path: Path, changes: Any, message: str) -> None:

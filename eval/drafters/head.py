@@ -10,6 +10,7 @@ A step-by-step head with a cache, prompt of 7, chain of 4 (entry t = feature of 
 All sequences of a batch are drafted together, one level of their trees per call of the head.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from heads.placement import Drafts, Placement, true_slots
 from heads.target import Target, TargetOutput
 
 
-class HeadDrafter:
+class HeadDrafter(ABC):
     """What both kinds share: a draft cache with a row per slot, and the tree of every sequence."""
 
     reads_rows = False
@@ -42,8 +43,12 @@ class HeadDrafter:
     def commit(self, slots: list[int], kept: list[Kept]) -> None:
         self._take(slots, [left.tokens for left in kept], [left.output for left in kept])
 
+    @abstractmethod
+    def propose(self, slots: list[int], asks: list[Ask]) -> list[Proposal]: ...
+
+    @abstractmethod
     def _take(self, slots: list[int], tokens: list[list[int]], outputs: list[TargetOutput]) -> None:
-        raise AssertionError("a head goes step by step or drafts in one go")
+        """Take in true slots: the tokens that follow them, and the target's rows."""
 
     def _slots(
         self, tokens: list[list[int]], outputs: list[TargetOutput]
