@@ -20,10 +20,10 @@ from rich.console import Console
 
 from conf.entry import run
 from data.rows import DataRow, load, manifest
-from eval import checks, exactness, report, shapes, theory
+from eval import checks, exactness, report, theory
 from eval.chosen import prompts
 from eval.measured import Measured, texts
-from eval.plan import EvalSettings, check, measured, method_names, plan
+from eval.plan import EvalSettings, check, main_row, measured, method_names, plan
 from eval.records import RecordFile, claim
 from eval.results import equality, predict, result_rows, training_logs
 from eval.run import Bench, measure
@@ -84,7 +84,7 @@ def compare(
     if not whole:
         print(f"time budget of {settings.minutes:g} minutes used up: the plan was cut short", file=sys.stderr)
 
-    groups = result_rows(file.rows, settings.k, settings.methods, shapes.label(settings.tree, settings.trees))
+    groups = result_rows(file.rows, settings.k, settings.methods, main_row(settings))
     rows = [row for row, _ in groups]
     predict(target, chosen, groups, file.rows, heads)
     cost = known.costs(bench)

@@ -147,6 +147,11 @@ def main_adaptive(settings: EvalSettings) -> str:
     return "none" if settings.adaptive == "load" else settings.adaptive
 
 
+def main_row(settings: EvalSettings) -> tuple[str, str]:
+    """Tree and adaptive length of the heads' rows in the main table, as records name them."""
+    return shapes.label(settings.tree, settings.trees), main_adaptive(settings)
+
+
 def hashable(tree: Any) -> Any:
     return tree if isinstance(tree, str) else tuple(tuple(path) for path in tree)
 

@@ -18,11 +18,15 @@ Prompts = Sequence[dict[str, Any]]
 
 
 def result_rows(
-    records: Sequence[Record], main_k: int, methods: Sequence[str] = (), main_tree: str = "chain"
+    records: Sequence[Record],
+    main_k: int,
+    methods: Sequence[str] = (),
+    main: tuple[str, str] = ("chain", "none"),
 ) -> list[tuple[Row, list[Record]]]:
     """Every result row with its records: route "all" for each (method, k, T, proposal, tree, adaptive, concurrency),
     single routes for the main k or tree, decoded one by one.
 
+    main: tree and adaptive length of the main table; other rows of a method that has those are marked `sweep`.
     Order: concurrency, temperature, plain, then `methods` as given, proposal, tree, adaptive, k.
     """
     timed = [r for r in records if r["kind"] == "timed"]
@@ -33,14 +37,16 @@ def result_rows(
         groups.setdefault(_group(r), []).append(r)
     place = {method: i for i, method in enumerate(["plain", *methods])}
     found = []
+    drafting = {g[0] for g in groups if g[4:6] == main}
     order = sorted(groups, key=lambda g: (g[6], g[2], place.get(g[0], 99), *g[3:6], g[1]))
     for method, k, temperature, _, tree, adaptive, concurrency in order:
         held = groups[method, k, temperature, _, tree, adaptive, concurrency]
-        shown = k in (0, main_k) and tree == "chain" or tree == main_tree != "chain"
-        routes = list(dict.fromkeys(r["route"] for r in held)) if shown and concurrency == 1 else []
+        sweep = (tree, adaptive) != main and method in drafting
+        shown = concurrency == 1 and not sweep and (k in (0, main_k) or tree != "chain")
+        routes = list(dict.fromkeys(r["route"] for r in held)) if shown else []
         for route in ["all", *routes]:
             own = [r for r in held if route in ("all", r["route"])]
-            row = metrics.summarise(own, plain, route)
+            row = {**metrics.summarise(own, plain, route), "sweep": sweep}
             if route == "all" and tree == "chain" and concurrency == 1:
                 same = [r for r in alpha if (r["method"], r["k"], r["temperature"]) == (method, k, temperature)]
                 for name in ("alpha_sum_min", "alpha_greedy"):

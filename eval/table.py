@@ -120,9 +120,12 @@ def main_k(rows: list[Row], wanted: object = None) -> int:
 
 
 def at_main_k(rows: list[Row], k: int) -> list[Row]:
-    """One row per label, in order: the one at k, or at the nearest k that was run (plain decoding has only k = 0)."""
+    """One row per label, in order: the one at k, or at the nearest k that was run (plain decoding has only k = 0).
+
+    Sweeps over trees and adaptive lengths, on fewer prompts, have tables of their own.
+    """
     best: dict[str, Row] = {}
-    for row in rows:
+    for row in (row for row in rows if not row.get("sweep")):
         held = best.get(row["label"])
         if held is None or abs(row["k"] - k) < abs(held["k"] - k):
             best[row["label"]] = row

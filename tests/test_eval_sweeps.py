@@ -88,6 +88,10 @@ def test_a_run_with_everything_says_what_it_was_and_changes_no_token(
         if r["proposal"] == "greedy":  # greedy at 0 and match at 1: the same text from every method
             texts_of.setdefault((r["id"], r["temperature"]), set()).add(tuple(r["output_ids"]))
     assert all(len(found) == 1 for found in texts_of.values())
+    rows = [row for row in json.loads((folder / "rows.json").read_text()) if row["concurrency"] == 1]
+    main = {(row["tree"], row["adaptive"]) for row in rows if row["method"] == "eagle3" and not row["sweep"]}
+    assert main == {("dynamic 3/4/8", "heuristic")}, "other trees and lengths are no rows of the main table"
+    assert not any(row["sweep"] for row in rows if row["method"] in ("plain", "lookup"))
     page = (folder / "report.html").read_text()
     for title in (
         "Trees, T = 0",
