@@ -55,6 +55,9 @@ class Head(nn.Module):
         """Borrow what the head shares with its target (LM head, embeddings); never saved with the head."""
         return self
 
+    def pack_lm_head(self) -> None:
+        """Where the LM head is borrowed: take the CPU's fast path to it (heads/packed.py). For drafting only."""
+
     def init_from(self, target: Any, ids: Tensor) -> None:
         """Start from the target's weights where the settings say so; ids [1, T] are a text to measure scales on."""
 

@@ -70,6 +70,10 @@ class Mtp(Head):
         self._lm_head = BorrowedLMHead(self, target)
         return self
 
+    def pack_lm_head(self) -> None:
+        if self._lm_head is not None:
+            self._lm_head.pack()
+
     def init_from(self, target: Any, ids: Tensor) -> None:
         starts.mtp(self, target, ids)
 

@@ -106,6 +106,10 @@ class Recurrent(Head, abc.ABC):
             self._lm_head = BorrowedLMHead(self, target)
         return self
 
+    def pack_lm_head(self) -> None:
+        if self._lm_head is not None:
+            self._lm_head.pack()
+
     def init_from(self, target: Any, ids: Tensor) -> None:
         starts.recurrent(self, target)
 

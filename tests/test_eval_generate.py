@@ -9,7 +9,7 @@ from tiny import tiny_target
 
 from eval import verify
 from eval.drafter import Ask, Drafter
-from eval.drafters.head import Eagle3Drafter, drafter_for, untrained
+from eval.drafters.head import StepDrafter, drafter_for, untrained
 from eval.drafters.lookup import Lookup
 from eval.drafters.random import Random
 from eval.drafters.replay import Replay
@@ -131,7 +131,7 @@ def test_sampled_draft_from_a_reduced_vocabulary_has_the_targets_law() -> None:
 def test_cache_lengths_are_sequence_length_minus_one_after_every_round() -> None:
     """Prompt of 7, k = 4, accepted 4, 1, 0, 4: full acceptance feeds the last draft, a refusal drops the rest."""
     target = silent(tiny_target(layers=4))
-    drafter = Eagle3Drafter(eagle3(target), target)
+    drafter = StepDrafter(eagle3(target), target)
     text = torch.randint(2, 64, (24,), generator=torch.Generator().manual_seed(0)).tolist()
     ask = Ask(False, Warpers(), torch.Generator())
     drafter.start(text[:7], text[7], target.forward(torch.tensor([text[:7]]), taps=drafter.taps))
@@ -145,7 +145,7 @@ def test_cache_lengths_are_sequence_length_minus_one_after_every_round() -> None
         length += accepted + 1
         drafter.commit(text[length - accepted - 1 : length], output)
         assert drafter.cache.lengths.tolist() == [length - 1]
-        fresh = Eagle3Drafter(drafter.head, target)
+        fresh = StepDrafter(drafter.head, target)
         fresh.start(
             text[: length - 1], text[length - 1], target.forward(torch.tensor([text[: length - 1]]), taps=drafter.taps)
         )

@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny import tiny_target
-from tiny_heads import tiny_head
+from tiny_heads import TINY_HEADS, drafted_logits, tiny_head
 from torch import Tensor
 from toys import head_input, tokens
+
+from eval.drafters.head import pack
 
 EPS = 1e-6  # of the tiny targets' norms and of the recurrent heads'
 
@@ -143,3 +145,13 @@ def test_a_borrowed_lm_head_gives_the_targets_own_logits() -> None:
     for kept in (None, draft):
         logits = tiny_head("eagle1", target, draft=kept).logits(last)
         assert torch.allclose(logits, target.logits(last, None if kept is None else torch.tensor(kept)), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", TINY_HEADS)
+def test_packing_for_speed_changes_nothing(kind: str) -> None:
+    """Several slots at once take the packed path of the linears, one token each of the sequences does not."""
+    target, ids = tiny_target("gemma2", layers=5), tokens(3, 9)
+    head = tiny_head(kind, target, wide=True)
+    before = drafted_logits(target, head, ids, 4)
+    after = drafted_logits(target, pack(head, target), ids, 4)
+    assert all(torch.allclose(one, two, atol=1e-3) for one, two in zip(before, after, strict=True))

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_heads_ttt import T, TOLERANCE, largest_difference
+from test_heads_ttt import TOLERANCE, T, largest_difference
 from tiny import KINDS, tiny_target
 from toys import eagle3, tokens
 

@@ -1,6 +1,6 @@
-"""A trained head as a drafter: Medusa (no state but a feature) and EAGLE-3 (a KV cache of its own).
+"""A trained head as a drafter: Medusa (no state but a feature) and the heads that go step by step (heads/base.py).
 
-EAGLE-3's cache, prompt of 7, k = 4 (entry t = feature g_t with the embedding of x_{t+1}):
+A head with a cache of its own, prompt of 7, k = 4 (entry t = feature g_t with the embedding of x_{t+1}):
 
     start     entries 0..6 from true features; the last one drafts d_1
     propose   d_1..d_3 are fed with the head's own features (entries 7..9); d_4 is not fed
@@ -8,14 +8,14 @@ EAGLE-3's cache, prompt of 7, k = 4 (entry t = feature g_t with the embedding of
               acceptance entries 7..11 = (g_7, d_1) .. (g_10, d_4), (g_11, own), so d_4 is fed, not skipped
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from eval import verify
 from eval.drafter import Ask, Drafter, Proposal, empty
 from eval.warpers import warp
-from heads.eagle3 import Eagle3
-from heads.layers import LayerCache
 from heads.medusa import Medusa
 from heads.packed import PackedLinear
 from heads.target import Target, TargetOutput
@@ -24,7 +24,7 @@ from heads.target import Target, TargetOutput
 class DraftVocabulary:
     """Draft logits [..., D] -> target ids and q over V: zero outside D, zero on ids the tokenizer does not have."""
 
-    def __init__(self, head: Medusa | Eagle3, target: Target) -> None:
+    def __init__(self, head: Any, target: Target) -> None:
         self.vocab_size = head.vocab_size
         self.ids = head.to_target(torch.arange(head.draft_vocab_size))  # [D], ascending
         self.real = int((self.ids < target.spec.tokenizer_size).sum())  # padding rows of the embedding come last
@@ -80,18 +80,21 @@ class MedusaDrafter:
         self.last = output.last[:, -1]
 
 
-class Eagle3Drafter:
-    """One layer on fused features; `cache.lengths` = sequence length - 1 after start and after every commit."""
+class StepDrafter:
+    """EAGLE, MTP, recurrent heads; `cache.lengths` = sequence length - 1 after start and after every commit.
 
-    def __init__(self, head: Eagle3, target: Target) -> None:
+    A head without a cache reads the newest true slot alone, and its pointer stays at 0.
+    """
+
+    def __init__(self, head: Any, target: Target) -> None:
         self.head, self.max_draft, self.taps = head.eval(), head.max_draft, head.taps
         self.target = target
         self.vocabulary = DraftVocabulary(head, target)
-        self.cache = LayerCache(1)
-        self.hidden = torch.empty(0)  # [1, 1, H] output of the newest true slot
+        self.cache = head.new_cache()
+        self.hidden = torch.empty(0)  # [1, 1, *] output of the newest true slot
 
     def start(self, prompt: list[int], first: int, output: TargetOutput) -> None:
-        self.cache = LayerCache(1)
+        self.cache = self.head.new_cache()
         self._feed([*prompt[1:], first], output)
 
     def propose(self, k: int, ask: Ask) -> Proposal:
@@ -108,7 +111,8 @@ class Eagle3Drafter:
             tokens.append(token)
             probs.append(q)
             if i + 1 < k:
-                hidden = self.head.advance(self.cache, hidden, self.target.embed(token.unsqueeze(0)))
+                feature, embedding = self.head.feed(hidden), self.target.embed(token.unsqueeze(0))
+                hidden = self.head.advance(self.cache, feature, embedding, step=i + 1)
         self.cache.crop(true_lengths)  # what the head made of its own features is thrown away
         kept = [q for q in probs if q is not None]
         return Proposal(torch.cat(tokens), torch.cat(kept) if kept else None) if tokens else empty()
@@ -117,25 +121,22 @@ class Eagle3Drafter:
         self._feed(tokens, output)
 
     def _feed(self, tokens: list[int], output: TargetOutput) -> None:
-        assert output.taps is not None, "EAGLE-3 reads taps"
-        embeddings = self.target.embed(torch.tensor([tokens]))
-        self.hidden = self.head.advance(self.cache, self.head.fuse(output.taps), embeddings)[:, -1:]
+        feature, embeddings = self.head.feature(output.last, output.taps), self.target.embed(torch.tensor([tokens]))
+        if not self.head.uses_cache:
+            feature, embeddings = feature[:, -1:], embeddings[:, -1:]
+        self.hidden = self.head.advance(self.cache, feature, embeddings)[:, -1:]
 
 
-def drafter_for(head: nn.Module, target: Target) -> Drafter:
-    """The drafter of a head of either kind (already attached to its target)."""
-    if isinstance(head, Medusa):
-        return MedusaDrafter(head, target)
-    if isinstance(head, Eagle3):
-        return Eagle3Drafter(head, target)
-    raise ValueError(f"no drafter for a head of class {type(head).__name__}")
+def drafter_for(head: Any, target: Target) -> Drafter:
+    """The drafter of a head (already attached to its target)."""
+    return MedusaDrafter(head, target) if head.parallel else StepDrafter(head, target)
 
 
 def packable(head: nn.Module, target: Target) -> bool:
     return target.device.type == "cpu" and all(p.dtype == torch.float32 for p in head.parameters())
 
 
-def pack(head: nn.Module, target: Target) -> nn.Module:
+def pack(head: Any, target: Target) -> Any:
     """Give a head's linears (float32, CPU) the target's fast path, so that neither side of a speedup is handicapped.
 
     The head drafts only from here on: its weights no longer appear in a state dict.
@@ -146,10 +147,11 @@ def pack(head: nn.Module, target: Target) -> nn.Module:
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and name != "fc":  # fuse() casts to fc's weight dtype; one small product
                 setattr(module, name, PackedLinear(child.weight, child.bias))
+    head.pack_lm_head()
     return head
 
 
-def untrained(head: Medusa | Eagle3, target: Target, seed: int = 0) -> Medusa | Eagle3:
+def untrained(head: Any, target: Target, seed: int = 0) -> Any:
     """A head of the same configuration and vocabulary with random weights: the floor a trained one must beat."""
     vocab = (head.d2t, head.t2d) if head.draft_vocab_size < head.vocab_size else None
     with torch.random.fork_rng():
