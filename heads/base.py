@@ -30,6 +30,7 @@ class Head(nn.Module):
 
     parallel = False  # drafts all steps at once
     uses_cache = False  # keeps something of every true slot, not of the newest only
+    reads_last = True  # `forward` reads HeadInput.last; False: taps alone, so that captures without it will do
 
     d2t: Tensor
     t2d: Tensor

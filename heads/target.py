@@ -106,6 +106,8 @@ class Target:
 
     def to(self, device: torch.device) -> "Target":
         self.model.to(device)
+        if self._packed_head is not None:
+            self._packed_head.to(device)
         return self
 
     def forward(
