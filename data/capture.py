@@ -2,8 +2,8 @@
 
 One row at a time: the cached features are then bit for bit those of a live forward of that row (a batch would round its
 matrix products differently), and on rows of a hundred tokens or more it is hardly slower. Several processes deal the
-shards among themselves (`Ranks`) and write the bytes that one process writes. On CPU that holds for one number of threads
-only, because a matrix product split in two adds up in another order: `data.capture.threads` is therefore a setting.
+shards among themselves (`Ranks`) and write the bytes that one process writes. On CPU that holds for one number of
+threads only, as a matrix product split in two adds up in another order: hence the setting `data.capture.threads`.
 """
 
 import contextlib
@@ -64,9 +64,7 @@ def contents_of(settings: CaptureSettings, spec: TargetSpec, split: str) -> Cont
     return Contents(taps, settings.dtype, kept)
 
 
-def folder_for(
-    outputs: str | Path, data_folder: str | Path, split: str, spec: TargetSpec, contents: Contents
-) -> Path:
+def folder_for(outputs: str | Path, data_folder: str | Path, split: str, spec: TargetSpec, contents: Contents) -> Path:
     """Where the features of these very rows, target and contents lie or will lie: content-addressed."""
     return Path(outputs) / "features" / _identity(data_folder, split, spec, contents)["fingerprint"]
 
@@ -95,7 +93,10 @@ def capture(
         return folder
     size = contents.token_bytes(target.spec.hidden_size) * sum(len(row.ids) for row in data_rows)
     if first:
-        print(f"capture: {len(data_rows)} {split} rows take {size / 1e9:.3f} GB ({size} bytes) in {folder}", file=sys.stderr)
+        print(
+            f"capture: {len(data_rows)} {split} rows take {size / 1e9:.3f} GB ({size} bytes) in {folder}",
+            file=sys.stderr,
+        )
     shards = [data_rows[i : i + settings.shard_rows] for i in range(0, len(data_rows), settings.shard_rows)]
     names = [_shard_identity(identity["fingerprint"], shard) for shard in shards]
     paths = [folder / shard_name(number) for number in range(len(shards))]
@@ -103,7 +104,9 @@ def capture(
     _check_room(size, size * len(missing) / len(shards), settings.budget_gb, folder, split)
     ranks.wait()  # no rank writes before all have seen what is missing: they would deal other shards
     folder.mkdir(parents=True, exist_ok=True)
-    mine = tqdm(missing[ranks.index :: ranks.count], f"capture {split}", unit="shard", disable=not first, file=sys.stderr)
+    mine = tqdm(
+        missing[ranks.index :: ranks.count], f"capture {split}", unit="shard", disable=not first, file=sys.stderr
+    )
     with _threads(settings.threads):
         for number in mine:
             _write(paths[number], _tensors(target, shards[number], contents), names[number])
@@ -218,7 +221,9 @@ def _write(path: Path, tensors: dict[str, Tensor], identity: dict[str, str]) -> 
             os.fsync(stream.fileno())
     except (SafetensorError, OSError) as error:
         temporary.unlink(missing_ok=True)
-        raise ValueError(f"{path}: the shard cannot be written ({error}); the same command goes on from there") from error
+        raise ValueError(
+            f"{path}: the shard cannot be written ({error}); the same command goes on from there"
+        ) from error
     os.replace(temporary, path)
 
 

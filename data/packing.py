@@ -5,8 +5,8 @@
     documents 0  0  0  1  1  2  -1 -1       who may see whom: attention stays inside a document
     positions 0  1  2  0  1  0  0  0        each document starts at 0
 
-Best fit: a row goes where the least room is left after it. Of a list in hand the longest come first (best-fit-decreasing,
-within 11/9 of the fewest bins); from a stream they come as they come, into a bounded number of open bins.
+Best fit: a row goes where the least room is left after it. Of a list in hand the longest come first (best-fit
+decreasing: at most 11/9 of the fewest bins); from a stream they come as they come, into a bounded number of open bins.
 """
 
 import bisect
@@ -37,7 +37,7 @@ class Packed:
 def pack(
     rows: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]], sizes: Sequence[int], length: int | None = None
 ) -> Packed:
-    """(ids, spans of supervised positions) of each document -> lines of `sizes` documents, padded to `length` or longest.
+    """(ids, supervised spans) of each document -> lines of `sizes` documents, padded to `length` or to the longest.
 
     Three rows, sizes [2, 1] -> two lines: the first two rows in one, the third alone.
     """
@@ -68,9 +68,9 @@ def lines(rows: Sequence[Tensor], sizes: Sequence[int], fill: float = 0) -> Tens
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Numbers of rows by bin of at most `capacity` tokens, longest first, ties by number: the same input, the same bins.
+    """Numbers of rows by bin of at most `capacity` tokens; ties by number, so that the same lengths give the same bins.
 
-    Lengths [5, 3, 2, 6], capacity 8 -> [[3, 2], [0, 1]]. Raises ValueError for a row longer than `capacity`.
+    Lengths [5, 3, 2, 6], capacity 8 -> [[0, 1], [3, 2]], in the order they are full. Raises ValueError for a row longer than `capacity`.
     """
     order = sorted(range(len(lengths)), key=lambda n: (-lengths[n], n))
     return list(stream(order, capacity, lengths.__getitem__, open_bins=max(1, len(lengths))))
@@ -81,8 +81,8 @@ def stream(
 ) -> Iterator[list[Row]]:
     """Rows -> groups of rows of at most `capacity` tokens together; each row comes out exactly once.
 
-    Memory is `open_bins` groups: a full one is given out at once, the fullest when one more is needed. Raises ValueError
-    for a row longer than `capacity`.
+    Memory is `open_bins` groups: a full one is given out at once, the fullest when one more is needed. Raises
+    ValueError for a row longer than `capacity`.
     """
     rooms: list[tuple[int, int]] = []  # (room left, number of the bin), ascending
     bins: dict[int, list[Row]] = {}
@@ -90,7 +90,7 @@ def stream(
     for row in rows:
         size = length(row)
         if size > capacity:
-            raise ValueError(f"a row of {size} tokens does not fit a packed row of {capacity}: raise the length or cut it")
+            raise ValueError(f"a row of {size} tokens does not fit a packed row of {capacity}: raise that or cut it")
         at = bisect.bisect_left(rooms, (size, -1))
         if at < len(rooms):
             room, number = rooms.pop(at)

@@ -3,8 +3,8 @@
     x      [0.5, -2.0, 1.0]        scale = max|x| / 127 = 0.01575
     int8   [32, -127, 64]          x' = int8 * scale = [0.504, -2.0, 1.008]
 
-One vector is what one layer leaves at one token, so an outlier token does not coarsen its neighbours. An outlier channel
-does: the others share the step max|x| / 127, which on residual streams is some percent of their size (docs/features.md).
+One vector is what one layer leaves at one token, so an outlier token does not coarsen its neighbours. An outlier
+channel does: the others share the step max|x| / 127, on residual streams some percent of their size (docs/features.md).
 """
 
 import torch

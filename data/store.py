@@ -42,8 +42,8 @@ class Contents:
 
     def identity(self) -> dict[str, Any]:
         """What of it makes two stores different ones."""
-        teacher = "last" if self.top_m is None else "top_m"
-        return {"taps": list(self.taps), "dtype": self.dtype, "teacher": teacher, "top_m": self.top_m}
+        kept = {} if self.top_m is None else {"top_m": self.top_m}
+        return {"taps": list(self.taps), "dtype": self.dtype, **kept}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,8 @@ class Store:
             names = ("revision", "tokenizer_hash", "template_hash", "hidden_size", "dtype")
             wanted = {f"target {name}": (here[name], getattr(spec, name)) for name in names}
         if contents is not None:
-            wanted |= {name: (self.index.get(name), value) for name, value in contents.identity().items()}
+            asked = dataclasses.asdict(contents) | {"taps": list(contents.taps)}
+            wanted |= {name: (self.index.get(name), value) for name, value in asked.items()}
         if rows_sha256 is not None:
             wanted["rows"] = (self.index["rows_sha256"], rows_sha256)
         for name, (stored, asked) in wanted.items():

@@ -14,7 +14,7 @@ KINDS = {"full_attention", "sliding_attention"}
 class LayerMasks:
     """Facts of one target's attention, and masks in the form it takes.
 
-    Raises ValueError for layers of another kind (recurrent, chunked), with `needs` saying what cannot be done with them.
+    Raises ValueError for layers of another kind (recurrent, chunked); `needs` says what cannot be done with them.
     """
 
     def __init__(self, target: Target, needs: str) -> None:
@@ -55,7 +55,7 @@ class LayerMasks:
 def document_masks(layers: LayerMasks, documents: Tensor) -> Tensor | dict[str, Tensor]:
     """Masks of packed rows, documents [B, T]: position t sees s <= t of its own document, inside the window.
 
-        documents 0 0 1 1 -1      row 3 sees 2 and 3; padding sees padding, so that no row of the softmax is empty
+    documents 0 0 1 1 -1      row 3 sees 2 and 3; padding sees padding, so that no row of the softmax is empty
     """
     T = documents.shape[1]
     at = torch.arange(T, device=documents.device)

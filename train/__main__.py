@@ -24,15 +24,10 @@ from conf.entry import run
 from conf.launch import LauncherSettings, relaunch_if_needed
 from data import rows as token_rows
 from data import vocab
-from data.build import CaptureSettings
-from data.capture import contents_of, folder_for
-from data.store import PickedTaps, Store
 from heads import HEADS
 from heads.hub import build_head, read_facts, write_json
-from heads.masks import LayerMasks, document_masks
-from heads.target import Target, TargetParityError, TargetSettings
-from train import checkpoint
-from train.batches import collate
+from heads.target import Target, TargetSettings
+from train import checkpoint, features
 from train.loop import Data, Loop, Stopped, TrainSettings
 
 
@@ -101,39 +96,17 @@ def prepare(settings: TrainRun, target: Target, manifest: dict[str, Any], folder
     head.init_from(target, ids)
     settings.train.layout().check([len(row["ids"]) for row in data.train])
     if settings.train.features == "captured":
-        data.train_store = _store(settings, "train", target, head)
-        data.heldout_store = _store(settings, "heldout", target, head)
-        check_features(target, data, head.taps)
+        places = settings.outputs, source
+        data.train_store = features.open_store(settings.train, *places, "train", target, head)
+        data.heldout_store = features.open_store(settings.train, *places, "heldout", target, head)
+        features.check_store(target, data.train, data.train_store, head.taps)
     elif settings.train.packing:
-        check_packing(target, data.train)
+        features.check_packing(target, data.train)
     return head, data
 
 
 def _rows(source: Path, split: str, target: Target) -> list[dict[str, Any]]:
     return [dataclasses.asdict(row) for row in token_rows.load(source, split, target.spec)]
-
-
-def _store(settings: TrainRun, split: str, target: Target, head: Any) -> PickedTaps:
-    """The capture of exactly these rows, target, taps, dtype and teacher; the error says how to make it."""
-    train = settings.train
-    stored = list(head.taps) if train.captured_taps is None else train.captured_taps
-    made = CaptureSettings(True, stored, train.captured_dtype, train.captured_teacher, train.captured_top_m)
-    made.check()
-    if train.captured_teacher == "top_m" and head.reads_last:
-        raise ValueError(
-            f"head {head.config.kind!r} reads the target's last hidden state, which a capture with teacher=top_m does "
-            "not keep: capture with data.capture.teacher=last and set train.captured_teacher=last"
-        )
-    contents = contents_of(made, target.spec, split)
-    folder = folder_for(settings.outputs, settings.dataset, split, target.spec, contents)
-    if not (folder / "index.json").is_file():
-        kept = f" data.capture.teacher=top_m data.capture.top_m={train.captured_top_m}"
-        raise ValueError(
-            f"{folder}: no captured features of {settings.dataset} with taps {stored} in {made.dtype}; make them "
-            f"with python -m data data.capture.enabled=true 'data.capture.taps={stored}' "
-            f"data.capture.dtype={made.dtype}{kept if made.teacher == 'top_m' else ''}, or set train.features=online"
-        )
-    return PickedTaps(Store(folder, target.spec, contents), head.taps)
 
 
 def vocabulary(
@@ -151,37 +124,6 @@ def vocabulary(
     share = vocab.coverage(counts, t2d)
     print(f"train: draft vocabulary of {size} ids covers {share:.2%} of the training answers", file=sys.stderr)
     return d2t, t2d
-
-
-def check_features(target: Target, data: Data, taps: tuple[int, ...]) -> None:
-    """A captured cache must be this target's: compare one row with a live pass, token by token."""
-    assert data.train_store is not None
-    batch = collate(data.train[:1], [0], data.train_store)
-    live = target.forward(batch.ids.to(target.device), taps=taps)
-    for kept, own in ((batch.last, live.last), (batch.taps, live.taps)):
-        if kept is None or own is None:
-            continue
-        gap = float(((kept - own.cpu().float()).norm(dim=-1) / own.cpu().float().norm(dim=-1).clamp_min(1e-6)).max())
-        if not gap < 0.15:  # int8 is off by up to some percent
-            raise TargetParityError(
-                f"captured features of row 0 differ from a live pass by {gap:.2g} of their size: capture them again"
-            )
-
-
-def check_packing(target: Target, rows: list[dict[str, Any]]) -> None:
-    """Two conversations in one line must be what they are apart: else this target mixes them whatever the mask."""
-    short = sorted(range(len(rows)), key=lambda n: len(rows[n]["ids"]))[:2]
-    pair = [rows[n] for n in short]
-    packed, apart = collate(pair, short, sizes=[len(pair)]), collate(pair, short)
-    mask = document_masks(LayerMasks(target, "train.packing cannot keep packed conversations apart"), packed.documents)
-    together = target.forward(packed.ids, positions=packed.positions, mask=mask).last[packed.documents >= 0].float()
-    alone = target.forward(apart.ids).last[apart.documents >= 0].float()
-    gap = float((together - alone).norm() / alone.norm())
-    if not gap < (1e-3 if target.spec.dtype == "float32" else 0.05):
-        raise TargetParityError(
-            f"target {target.spec.name!r} gives packed conversations other features than the same ones apart ({gap:.2g} "
-            "of their size): use train.packing=false, or captured features"
-        )
 
 
 def run_facts(settings: TrainRun, manifest: dict[str, Any]) -> dict[str, Any]:

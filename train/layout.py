@@ -5,7 +5,7 @@ The loss of a step is a sum over all its trained slots, so the layout changes me
     rows of 9, 7, 5, 4, 3, 2 tokens, one rank
     micro_batch_size=3                  [9] [7] [5]          [4] [3] [2]        padded to 9 and to 4: 9 of 39 wasted
     max_tokens=16                       [9]   [7] [5]   [4] [3] [2]             passes of at most 16 padded tokens
-    packing, pack_length=12             [9 3] [7 5]          [4 2]              micro_batch_size counts lines
+    packing, pack_length=12, 2 a pass   [7 5] [9 3]          [4 2]              micro_batch_size counts lines
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ Pass = list[list[int]]  # lines of row numbers
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """`max_tokens` bounds a pass by its padded tokens, in place of `micro_batch_size`; `pack_length` None: no packing."""
+    """`max_tokens` bounds a pass by padded tokens, in place of `micro_batch_size`; `pack_length` None: no packing."""
 
     micro_batch_size: int
     max_tokens: int | None = None
