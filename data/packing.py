@@ -70,7 +70,8 @@ def lines(rows: Sequence[Tensor], sizes: Sequence[int], fill: float = 0) -> Tens
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Numbers of rows by bin of at most `capacity` tokens; ties by number, so that the same lengths give the same bins.
 
-    Lengths [5, 3, 2, 6], capacity 8 -> [[0, 1], [3, 2]], in the order they are full. Raises ValueError for a row longer than `capacity`.
+    Lengths [5, 3, 2, 6], capacity 8 -> [[0, 1], [3, 2]], in the order they are full. Raises ValueError for a row longer
+    than `capacity`.
     """
     order = sorted(range(len(lengths)), key=lambda n: (-lengths[n], n))
     return list(stream(order, capacity, lengths.__getitem__, open_bins=max(1, len(lengths))))

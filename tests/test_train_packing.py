@@ -148,11 +148,8 @@ def test_any_layout_of_a_step_gives_the_gradient_of_one_padded_batch(layout: Lay
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 def test_a_packed_run_trains_the_head_a_padded_run_trains(tmp_path: Path, kind: str) -> None:
     target, found, shares = tiny_target(layers=4), [], []
-    changes: list[dict[str, Any]] = [
-        {},
-        {"packing": True, "pack_length": 64, "micro_batch_size": 2},
-        {"max_tokens": 80},
-    ]
+    packing = {"packing": True, "pack_length": 64, "micro_batch_size": 2}
+    changes: list[dict[str, Any]] = [{}, packing, {"max_tokens": 80}]
     for n, change in enumerate(changes):
         head = eagle3(target, std=0.1) if kind == "eagle3" else medusa(target, std=0.1, num_heads=3)
         loop = loop_of(tmp_path / str(n), target, head, lr=1e-3, **{"batch_size": 6, "micro_batch_size": 6, **change})
