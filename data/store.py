@@ -84,8 +84,8 @@ class Store:
             names = ("revision", "tokenizer_hash", "template_hash", "hidden_size", "dtype")
             wanted = {f"target {name}": (here[name], getattr(spec, name)) for name in names}
         if contents is not None:
-            asked = dataclasses.asdict(contents) | {"taps": list(contents.taps)}
-            wanted |= {name: (self.index.get(name), value) for name, value in asked.items()}
+            whole = dataclasses.asdict(contents) | {"taps": list(contents.taps)}
+            wanted |= {name: (self.index.get(name), value) for name, value in whole.items()}
         if rows_sha256 is not None:
             wanted["rows"] = (self.index["rows_sha256"], rows_sha256)
         for name, (stored, asked) in wanted.items():

@@ -124,7 +124,8 @@ def test_settings_that_cannot_be_meant_are_refused(
 def test_a_feature_that_int8_cannot_hold_is_named(made: Path, tmp_path: Path) -> None:
     broken = new_target()
     broken.model.get_decoder().norm.weight.mul_(float("inf"))
-    for change in ({"dtype": "int8"}, {"teacher": "top_m", "top_m": 4}):
+    changes: list[dict[str, Any]] = [{"dtype": "int8"}, {"teacher": "top_m", "top_m": 4}]
+    for change in changes:
         with pytest.raises(ValueError, match=r"row 0 \(id .*\): last is not finite"):
             capture(broken, CaptureSettings(**{"taps": [1], **change}), made, "train", tmp_path)
 
@@ -156,7 +157,8 @@ def test_a_store_of_other_contents_is_another_folder_and_stale_reads_are_refused
 @pytest.mark.parametrize("field", ["revision", "tokenizer_hash", "template_hash", "hidden_size", "dtype"])
 def test_a_store_of_another_target_is_refused(target: Target, made: Path, tmp_path: Path, field: str) -> None:
     folder = capture(target, CaptureSettings(taps=[1]), made, "train", tmp_path)
-    other = dataclasses.replace(target.spec, **{field: 7 if field == "hidden_size" else "other"})
+    change: dict[str, Any] = {field: 7 if field == "hidden_size" else "other"}
+    other = dataclasses.replace(target.spec, **change)
     with pytest.raises(ValueError, match=f"stale features: target {field} .* stored, (other|7) asked"):
         Store(folder, other, Contents((1,)))
     Store(folder, target.spec, Contents((1,)))
