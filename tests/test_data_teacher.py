@@ -6,14 +6,19 @@ from typing import Any
 import pytest
 import torch
 from test_train_objective import DRAFT, HEADS, close, counts_of, gradients, objective_of
-from toys import Row, conversations
+from tiny import tiny_target
+from toys import Row, conversations, eagle3
 
 from data.quantise import dequantise, quantise
+from data.rows import DataRow
 from data.store import Features
 from data.teacher import TopM, teacher_logits, top_m
 from heads.target import Target
+from scripts import feature_formats
 from train.batches import collate
+from train.evaluate import evaluate
 from train.losses import kl
+from train.objective import LossSettings, Objective
 
 
 def logits(rows: int = 7, vocab_size: int = 40, spread: float = 3.0) -> torch.Tensor:
@@ -121,3 +126,19 @@ def test_quantising_bfloat16_is_quantising_its_values() -> None:
     x = logits(5, 16).to(torch.bfloat16)
     one, two = quantise(x), quantise(x.float())
     assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
+
+
+def test_the_table_of_formats_is_right_where_the_answer_is_known() -> None:
+    target = tiny_target(layers=4)
+    head = eagle3(target, std=0.2, draft=DRAFT)
+    data = [DataRow(n, row["id"], "", "", row["ids"], row["spans"]) for n, row in enumerate(conversations(3))]
+    formats, teachers = feature_formats.measure(target, head, data, 3, [2, 64])
+    exact, int8 = formats["float32"], formats["int8"]
+    assert exact["bytes"] == 4 * 32 * 4 and int8["bytes"] == 4 * (32 + 4)
+    assert exact["feature_error"] == exact["teacher_kl"] == 0.0 and exact["teacher_top1_same"] == 1.0
+    assert 0.002 < int8["feature_error"] < 0.02 and int8["teacher_kl"] > formats["float16"]["teacher_kl"] > 0
+    assert teachers[64]["kl"] == pytest.approx(0, abs=1e-6) and teachers[64]["rest"] == 0
+    assert teachers[2]["rest"] >= teachers[2]["total_variation"] > 0.05 and teachers[2]["kl_draft_vocabulary"] > 0
+    batch = collate(conversations(3), [0, 1, 2])
+    tally = evaluate(Objective(head, target, LossSettings()), batch, 3, 64)
+    assert exact["predicted_acceptance_length"] == tally.figures()["predicted_acceptance_length"]
