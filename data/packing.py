@@ -106,3 +106,11 @@ def stream(
         else:
             yield bins.pop(number)
     yield from bins.values()
+
+
+def pack_stream(
+    rows: Iterable[tuple[Sequence[int], Sequence[Sequence[int]]]], length: int, open_bins: int = 64
+) -> Iterator[Packed]:
+    """(ids, supervised spans) of documents, one by one -> lines [1, length] of several of them, in constant memory."""
+    for group in stream(rows, length, lambda row: len(row[0]), open_bins):
+        yield pack(group, [len(group)], length)

@@ -27,6 +27,7 @@ from data.quantise import dequantise, quantise
 from data.store import Contents, PickedTaps, Store
 from data.teacher import top_m
 from heads.eagle3 import Eagle3Config
+from heads.hub import load_head
 from heads.medusa import MedusaConfig
 from heads.target import Target, TargetParityError, TargetSettings
 from train import __main__ as train_command
@@ -322,3 +323,19 @@ def test_features_that_the_target_does_not_give_are_found_by_a_live_pass(place: 
     other = Target(tiny_target(vocab_size=272, layers=6, seed=3).model)
     with pytest.raises(TargetParityError, match="differ from a live pass"):
         check_store(other, found, store, contents.taps)
+
+
+def test_the_draft_vocabulary_is_a_matter_of_the_run_and_nothing_of_it_is_picked_up_unasked(
+    place: Path, tmp_path: Path
+) -> None:
+    """`cache-not-picked-up-unasked`: a run with 32 ids leaves no map behind that a run over all ids would find."""
+    command.main(run_for(place, tmp_path))
+    before = files_of(tmp_path / "data/toy")
+    sizes: dict[str, int | None] = {"small": 32, "whole": None, "other": 40}
+    for name, size in sizes.items():
+        trained(place, tmp_path, Eagle3Config(taps=[1, 3], draft_vocab_size=size), name=name, steps=1)
+    heads = {name: load_head(tmp_path / "train" / name) for name in sizes}
+    assert {name: head.draft_vocab_size for name, head in heads.items()} == {"small": 32, "whole": 272, "other": 40}
+    assert files_of(tmp_path / "data/toy") == before
+    with pytest.raises(ValueError, match="holds a run with another head"):
+        trained(place, tmp_path, Eagle3Config(taps=[1, 3], draft_vocab_size=40), name="small", steps=1)

@@ -10,7 +10,7 @@ from test_train_objective import HEADS, counts_of, gradients, objective_of
 from tiny import tiny_target
 from toys import Row, batch_of, conversations, eagle3, largest_gap, loop_of, medusa, weights
 
-from data.packing import Packed, best_fit, pack, stream
+from data.packing import best_fit, pack, pack_stream, stream
 from data.store import Features
 from heads.masks import LayerMasks, document_masks
 from heads.target import Target, TargetOutput, TargetParityError
@@ -257,8 +257,9 @@ def test_a_stream_is_packed_in_constant_memory() -> None:
 
 def test_packed_rows_of_the_docstring() -> None:
     rows: list[tuple[list[int], list[list[int]]]] = [([5, 6, 7], [[1, 3]]), ([8, 9], []), ([4], [[0, 1]])]
-    packed = pack(rows, [3], length=8)
-    assert packed == packed and isinstance(packed, Packed)
+    packed, streamed = pack(rows, [3], length=8), list(pack_stream(iter(rows), 8))
+    assert len(streamed) == 1
+    assert all(torch.equal(a, b) for a, b in zip(vars(packed).values(), vars(streamed[0]).values(), strict=True))
     assert packed.ids.tolist() == [[5, 6, 7, 8, 9, 4, 0, 0]]
     assert packed.asst.int().tolist() == [[0, 1, 1, 0, 0, 1, 0, 0]]
     assert packed.documents.tolist() == [[0, 0, 0, 1, 1, 2, -1, -1]]
