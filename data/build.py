@@ -20,6 +20,7 @@ from data.leakage import Overlap
 from data.prompts import Columns, Row, read
 from data.records import BLOCK_BYTES, Bad
 from data.regenerate import Answers
+from data.store import DTYPES, TEACHERS
 from data.tally import Tally
 from data.template import DATE, ChatFormat
 from data.writer import RowWriter
@@ -28,13 +29,25 @@ from heads.target import Target
 
 @dataclasses.dataclass
 class CaptureSettings:
-    """Hidden states on disk; see data/capture.py."""
+    """Hidden states on disk; see data/capture.py and docs/features.md."""
 
     enabled: bool = False
     taps: list[int] | None = None  # null: [2, L//2, L-3]
-    dtype: str = "float32"  # float32 | bfloat16 | float16
+    dtype: str = "float32"  # float32 | bfloat16 | float16 | int8
+    teacher: str = "last"  # last: the last hidden state, logits are rebuilt | top_m: the top_m likeliest tokens
+    top_m: int = 32
     budget_gb: float = 20.0
     shard_rows: int = 64
+    threads: int | None = 1  # CPU threads of one process; another number rounds otherwise; null: as many as torch takes
+
+    def check(self) -> None:
+        """Refuse values that cannot be meant; what depends on the target is checked when it is there."""
+        for name, known in (("dtype", tuple(DTYPES)), ("teacher", TEACHERS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"data.capture.{name}={getattr(self, name)!r}: give one of {', '.join(known)}")
+        for name in ("top_m", "shard_rows", "threads"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"data.capture.{name}={value}: at least 1")
 
 
 @dataclasses.dataclass
@@ -70,6 +83,7 @@ class DataSettings:
         if self.answers_missing not in ("generate", "refuse"):
             raise ValueError(f"data.answers_missing={self.answers_missing!r}: give generate or refuse")
         self.regenerate.check()
+        self.capture.check()
 
 
 def build(target: Target, settings: DataSettings, folder: Path) -> dict[str, Any]:

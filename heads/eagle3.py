@@ -59,6 +59,7 @@ class Eagle3(Head):
     """Raises ValueError for taps outside the target, a bad draft vocabulary, or a reduced one without its map."""
 
     uses_cache = True
+    reads_last = False
 
     def __init__(self, config: Eagle3Config, spec: TargetSpec, vocab: tuple[Tensor, Tensor] | None = None) -> None:
         starts.check_init(config.init, starts.STARTS)

@@ -22,7 +22,7 @@ class HeadInput:
     `documents` numbers the conversation of each position (padding: -1), so that no slot looks across a boundary.
     """
 
-    last: Tensor  # [B, T, H] the target's last feature
+    last: Tensor  # [B, T, H] the target's last feature; [B, T, 0] where the head does not read it and none was kept
     taps: Tensor | None  # [B, T, n, H]
     embeddings: Tensor  # [B, T, H] of x_t itself: a head shifts them
     positions: Tensor  # [B, T] int64, restarting at 0 with each document

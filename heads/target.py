@@ -106,6 +106,8 @@ class Target:
 
     def to(self, device: torch.device) -> "Target":
         self.model.to(device)
+        if self._packed_head is not None:
+            self._packed_head.to(device)
         return self
 
     def forward(
@@ -115,9 +117,9 @@ class Target:
         taps: Sequence[int] = (),
         cache: Any = None,
         positions: Tensor | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | dict[str, Tensor] | None = None,
     ) -> TargetOutput:
-        """One pass over ids [B, T]; a 4-D mask [B, 1, T, KV] goes straight to attention, None means causal.
+        """One pass over ids [B, T]; 4-D masks [B, 1, T, KV] (heads/masks.py) go straight to attention, None: causal.
 
         Right padding needs no mask: under a causal mask no real position can see it.
         """

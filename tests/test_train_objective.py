@@ -8,6 +8,7 @@ from tiny import tiny_target
 from torch import Tensor, nn
 from toys import batch_of, conversations, eagle3, medusa, tokens, weights
 
+from data.store import Features
 from heads.target import Target
 from train.batches import Batch, collate
 from train.losses import LOSSES
@@ -199,9 +200,9 @@ def test_captured_features_give_the_loss_of_a_live_target() -> None:
         def __init__(self, target: Target, rows: list[dict[str, Any]], taps: tuple[int, ...]) -> None:
             self.rows = [target.forward(torch.tensor([row["ids"]]), taps=taps) for row in rows]
 
-        def row(self, index: int) -> tuple[Tensor, Tensor | None]:
+        def row(self, index: int) -> Features:
             output = self.rows[index]
-            return output.last[0], None if output.taps is None else output.taps[0]
+            return Features(output.last[0], None if output.taps is None else output.taps[0])
 
     for make, options in (HEADS[1], HEADS[2]):
         objective, rows = objective_of(make, options), conversations(4)

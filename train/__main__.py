@@ -24,13 +24,10 @@ from conf.entry import run
 from conf.launch import LauncherSettings, relaunch_if_needed
 from data import rows as token_rows
 from data import vocab
-from data.capture import folder_for
-from data.store import Store
 from heads import HEADS
 from heads.hub import build_head, read_facts, write_json
-from heads.target import Target, TargetParityError, TargetSettings
-from train import checkpoint
-from train.batches import PickedTaps, collate
+from heads.target import Target, TargetSettings
+from train import checkpoint, features
 from train.loop import Data, Loop, Stopped, TrainSettings
 
 
@@ -97,29 +94,19 @@ def prepare(settings: TrainRun, target: Target, manifest: dict[str, Any], folder
     ids = torch.tensor([data.train[0]["ids"][:128]], device=target.device)
     target.check_parity(ids)
     head.init_from(target, ids)
+    settings.train.layout().check([len(row["ids"]) for row in data.train])
     if settings.train.features == "captured":
-        data.train_store = _store(settings, "train", target, head.taps)
-        data.heldout_store = _store(settings, "heldout", target, head.taps)
-        check_features(target, data, head.taps)
+        places = settings.outputs, source
+        data.train_store = features.open_store(settings.train, *places, "train", target, head)
+        data.heldout_store = features.open_store(settings.train, *places, "heldout", target, head)
+        features.check_store(target, data.train, data.train_store, head.taps)
+    elif settings.train.packing:
+        features.check_packing(target, data.train)
     return head, data
 
 
 def _rows(source: Path, split: str, target: Target) -> list[dict[str, Any]]:
     return [dataclasses.asdict(row) for row in token_rows.load(source, split, target.spec)]
-
-
-def _store(settings: TrainRun, split: str, target: Target, taps: tuple[int, ...]) -> PickedTaps:
-    """The capture of exactly these rows, target, taps and dtype; the error says how to make it."""
-    stored = settings.train.captured_taps or list(taps)
-    dtype = settings.train.captured_dtype
-    folder = folder_for(settings.outputs, settings.dataset, split, target.spec, stored, dtype)
-    if not (folder / "index.json").is_file():
-        raise ValueError(
-            f"{folder}: no captured features of {settings.dataset} with taps {stored} in {dtype}; make them "
-            f"with python -m data data.capture.enabled=true 'data.capture.taps={stored}' data.capture.dtype={dtype}, "
-            "or set train.features=online"
-        )
-    return PickedTaps(Store(folder, target.spec, stored), stored, taps)
 
 
 def vocabulary(
@@ -139,23 +126,10 @@ def vocabulary(
     return d2t, t2d
 
 
-def check_features(target: Target, data: Data, taps: tuple[int, ...]) -> None:
-    """A captured cache must be this target's: compare one row with a live pass."""
-    assert data.train_store is not None
-    batch = collate(data.train[:1], [0], data.train_store)
-    live = target.forward(batch.ids.to(target.device), taps=taps)
-    assert batch.last is not None
-    gap = float((batch.last - live.last.cpu().float()).abs().max() / live.last.float().std())
-    if not gap < 0.1:
-        raise TargetParityError(
-            f"captured features of row 0 differ from a live pass by {gap:.2g} of their spread: capture them again"
-        )
-
-
 def run_facts(settings: TrainRun, manifest: dict[str, Any]) -> dict[str, Any]:
     """What makes two runs the same run; the number of processes, logging and file places do not count."""
     train = dataclasses.asdict(settings.train)
-    for irrelevant in ("wandb", "micro_batch_size", "save_every"):
+    for irrelevant in ("wandb", "micro_batch_size", "max_tokens", "packing", "pack_length", "save_every"):
         del train[irrelevant]
     facts = {
         "target": dataclasses.asdict(settings.target),

@@ -12,11 +12,13 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from data.store import TEACHERS
 from heads.hub import save_head
 from heads.target import Target
 from train import checkpoint
-from train.batches import Batch, FeatureStore, Order, collate, share
+from train.batches import Batch, FeatureStore, Order, collate
 from train.evaluate import Tally, evaluate
+from train.layout import Layout
 from train.objective import LossSettings, Objective, slot_counts
 from train.optim import OptimSettings, build_optimizer, learning_rate
 from train.track import Track
@@ -26,7 +28,10 @@ from train.track import Track
 class TrainSettings:
     steps: int = 2000  # optimizer steps
     batch_size: int = 8  # conversations per optimizer step, over all ranks and micro-batches
-    micro_batch_size: int = 8  # conversations in one forward pass of one rank
+    micro_batch_size: int = 8  # conversations (packing: lines of them) in one forward pass of one rank
+    max_tokens: int | None = None  # in place of micro_batch_size: padded tokens in one forward pass of one rank
+    packing: bool = False  # conversations of a step share lines of pack_length tokens, see train/layout.py
+    pack_length: int = 2048
     eval_every: int = 250
     eval_rows: int = 64  # held-out conversations per evaluation (0: all)
     save_every: int = 250
@@ -37,6 +42,8 @@ class TrainSettings:
     features: str = "online"  # online: run the target in each step | captured: read what data.capture wrote
     captured_taps: list[int] | None = None  # taps of that capture; null: the head's own
     captured_dtype: str = "float32"
+    captured_teacher: str = "last"  # last | top_m, and how many, as in that capture
+    captured_top_m: int = 32
     wandb: str = "auto"  # auto: online when logged in, else offline | online | offline | disabled
     loss: LossSettings = dataclasses.field(default_factory=LossSettings)
     optim: OptimSettings = dataclasses.field(default_factory=OptimSettings)
@@ -50,13 +57,23 @@ class TrainSettings:
             "save_every",
             "predict_k",
             "max_bad_steps",
+            "pack_length",
+            "captured_top_m",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
         if self.features not in ("online", "captured"):
             raise ValueError(f"train.features={self.features!r} must be 'online' or 'captured'")
+        if self.captured_teacher not in TEACHERS:
+            raise ValueError(f"train.captured_teacher={self.captured_teacher!r} must be 'last' or 'top_m'")
+        if self.max_tokens is not None and self.max_tokens < (self.pack_length if self.packing else 1):
+            least = "train.pack_length" if self.packing else "1"
+            raise ValueError(f"train.max_tokens={self.max_tokens} must be null or at least {least}")
         if self.predict_tokens < 2:
             raise ValueError(f"train.predict_tokens={self.predict_tokens} must be at least 2")
+
+    def layout(self) -> Layout:
+        return Layout(self.micro_batch_size, self.max_tokens, self.pack_length if self.packing else None)
 
 
 @dataclasses.dataclass
@@ -104,7 +121,9 @@ class Loop:
         self.objective = Objective(head, target, settings.loss).to(accelerator.device)
         self.optimizer = build_optimizer(head.parameters(), settings.optim)
         self.state = State()
-        self.order = Order([len(row["ids"]) for row in data.train], settings.batch_size, settings.seed)
+        self.lengths = [len(row["ids"]) for row in data.train]
+        self.order = Order(self.lengths, settings.batch_size, settings.seed)
+        self.layout = settings.layout()
         self._stop = False
 
     def run(self) -> State:
@@ -162,10 +181,12 @@ class Loop:
         settings, state, accelerator = self.settings, self.state, self.accelerator
         rank, world = accelerator.process_index, accelerator.num_processes
         numbers = self.order.at(state.step)
-        batches = [self._batch(part, numbers) for part in share(numbers, rank, world, settings.micro_batch_size)]
+        batches = [self._batch(part, numbers) for part in self.layout.passes(numbers, self.lengths, rank, world)]
         steps = self.head.train_steps
         local = torch.stack([slot_counts(b.asst, b.documents, steps) for b in batches]).sum(0)
-        counts = accelerator.reduce(local.to(accelerator.device), reduction="sum")
+        tokens = torch.tensor([sum(b.ids.numel() for b in batches)], device=local.device)
+        totals = accelerator.reduce(torch.cat([local, tokens]).to(accelerator.device), reduction="sum")
+        counts, padded = totals[:steps], int(totals[steps])
         lr = learning_rate(state.step, settings.steps, settings.optim)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -194,6 +215,7 @@ class Loop:
             "lr": lr,
             "gradient_norm": float(norm),
             "skipped": state.skipped,
+            "padding_share": 1 - sum(self.lengths[n] for n in numbers) / padded,
         }
 
     def _apply(self, optimizer: Any, finite: bool) -> None:
@@ -212,10 +234,12 @@ class Loop:
                 "lower train.optim.lr or use launcher.mixed_precision=bf16 or no"
             )
 
-    def _batch(self, part: list[int], numbers: list[int]) -> Batch:
-        """A micro-batch; an empty share (fewer conversations than ranks) becomes one conversation without loss."""
-        rows = part or numbers[:1]
-        batch = collate([self.data.train[n] for n in rows], rows, self.data.train_store)
+    def _batch(self, part: list[list[int]], numbers: list[int]) -> Batch:
+        """One pass; an empty share (fewer conversations than ranks) becomes one conversation without loss."""
+        found = part or [numbers[:1]]
+        rows = [n for line in found for n in line]
+        store, sizes = self.data.train_store, [len(line) for line in found]
+        batch = collate([self.data.train[n] for n in rows], rows, store, sizes)
         if not part:
             batch.asst = torch.zeros_like(batch.asst)
         return batch.to(self.accelerator.device)

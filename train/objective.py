@@ -6,8 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from data.teacher import TopM
+from data.teacher import teacher_logits as top_m_logits
 from heads.layers import HeadInput
-from heads.target import Target
+from heads.masks import LayerMasks, document_masks
+from heads.target import Target, TargetOutput
 from train.batches import Batch
 from train.losses import LOSSES
 from train.unroll import at_slots, pick_slots, step_mask
@@ -40,10 +43,10 @@ class Objective(nn.Module):
             target
         ]  # in a list: the frozen target is no submodule, so no optimizer and no checkpoint sees it
         self.settings, self.loss = settings, LOSSES[settings.name]
-        rows = head.target_rows()
-        weight, bias = target.lm_head(rows)
-        self._rows = rows
+        self._rows = head.target_rows()
+        weight, bias = target.lm_head(self._rows)
         self._teacher = (weight.detach(), bias)
+        self._masks: LayerMasks | None = None
 
     @property
     def target(self) -> Target:
@@ -53,21 +56,43 @@ class Objective(nn.Module):
         """Head inputs from captured features, or from a live pass of the target when there are none."""
         target = self.target
         last, taps = batch.last, batch.taps
-        if last is None:
-            output = target.forward(batch.ids, taps=self.head.taps)
+        if last is None and batch.top is None:
+            output = self._live(batch)
             last, taps = output.last, output.taps
         for name, tensor in (("last", last), ("taps", taps)):
             if tensor is not None and not torch.isfinite(tensor).all():
-                bad = (~torch.isfinite(tensor)).flatten(1).any(1).nonzero()[0].item()
+                line, at = (~torch.isfinite(tensor)).flatten(2).any(2).nonzero()[0].tolist()
+                document = int(batch.documents[line, : at + 1].max())  # of padding: the last one before it
                 raise NonFiniteFeature(
-                    f"feature tensor {name!r} of data row {batch.rows[int(bad)]} is not finite ({tensor.dtype}): "
+                    f"feature tensor {name!r} of data row {batch.rows[document]} is not finite ({tensor.dtype}): "
                     "use target.dtype=bfloat16 or float32"
                 )
-        return HeadInput(last, taps, target.embed(batch.ids), batch.positions, batch.documents, slots)
+        embeddings = target.embed(batch.ids)
+        if last is None:  # the capture holds none; heads that read it were refused before the run
+            last = embeddings.new_empty(*batch.ids.shape, 0)
+        return HeadInput(last, taps, embeddings, batch.positions, batch.documents, slots)
 
-    def teacher_logits(self, last: Tensor) -> Tensor:
-        """The target's logits over the draft vocabulary, [N, H] -> [N, D]."""
-        return self.target.finish_logits(nn.functional.linear(last.to(self._teacher[0].dtype), *self._teacher))
+    def _live(self, batch: Batch) -> TargetOutput:
+        """A pass of the target; documents packed into one line see themselves alone, at positions of their own."""
+        if not batch.packed:
+            return self.target.forward(batch.ids, taps=self.head.taps)
+        if self._masks is None:
+            self._masks = LayerMasks(self.target, "train.packing cannot keep packed conversations apart in them")
+        mask = document_masks(self._masks, batch.documents)
+        return self.target.forward(batch.ids, taps=self.head.taps, positions=batch.positions, mask=mask)
+
+    def teacher_rows(self, batch: Batch, inputs: HeadInput, slots: Tensor, step: int, chosen: Tensor) -> Tensor | TopM:
+        """What teaches `step` at the chosen slots [B, S]: N last features [N, H], or as many kept distributions."""
+        if batch.top is None:
+            return at_slots(inputs.last, slots, 1 + step)[chosen]
+        ids, log_probs, rest = (at_slots(x, slots, 1 + step)[chosen] for x in vars(batch.top).values())
+        return TopM(ids, log_probs, rest)
+
+    def teacher_logits(self, rows: Tensor | TopM) -> Tensor:
+        """The target's logits over the draft vocabulary [N, D], rebuilt from last features [N, H] or kept top m."""
+        if isinstance(rows, TopM):
+            return top_m_logits(rows, self.head.vocab_size, self._rows)
+        return self.target.finish_logits(nn.functional.linear(rows.to(self._teacher[0].dtype), *self._teacher))
 
     def forward(self, batch: Batch, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         steps = counts.shape[0]
@@ -85,7 +110,7 @@ class Objective(nn.Module):
                 continue
             draft = self.head.logits(hidden[i][chosen], i)
             with torch.no_grad():
-                teacher = self.teacher_logits(at_slots(inputs.last, slots, 1 + i)[chosen])
+                teacher = self.teacher_logits(self.teacher_rows(batch, inputs, slots, i, chosen))
             per_slot = self.loss(draft, teacher / self.settings.teacher_temperature)
             loss = loss + self.settings.step_decay**i * per_slot.sum() / counts[i].clamp_min(1)
             labels = at_slots(batch.ids, slots, 2 + i)[chosen]
