@@ -30,6 +30,7 @@ class Head(nn.Module):
 
     parallel = False  # drafts all steps at once
     uses_cache = False  # keeps something of every true slot, not of the newest only
+    max_slots: int | None = None  # slots trained per conversation and step, drawn at random; None: all
 
     d2t: Tensor
     t2d: Tensor
