@@ -37,6 +37,7 @@ class Batch:
     taps: Tensor | None = None
     top: TopM | None = None
     packed: bool = False  # some line holds several conversations
+    drawn: Tensor | None = None  # [B, T] bool: the only slots trained this step (a head with `max_slots`); None: all
 
     def to(self, device: torch.device) -> "Batch":
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

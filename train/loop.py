@@ -22,6 +22,7 @@ from train.layout import Layout
 from train.objective import LossSettings, Objective, slot_counts
 from train.optim import OptimSettings, build_optimizer, learning_rate
 from train.track import Track
+from train.unroll import draw_slots, step_mask
 
 
 @dataclasses.dataclass
@@ -183,7 +184,7 @@ class Loop:
         numbers = self.order.at(state.step)
         batches = [self._batch(part, numbers) for part in self.layout.passes(numbers, self.lengths, rank, world)]
         steps = self.head.train_steps
-        local = torch.stack([slot_counts(b.asst, b.documents, steps) for b in batches]).sum(0)
+        local = torch.stack([slot_counts(b.asst, b.documents, steps, b.drawn) for b in batches]).sum(0)
         tokens = torch.tensor([sum(b.ids.numel() for b in batches)], device=local.device)
         totals = accelerator.reduce(torch.cat([local, tokens]).to(accelerator.device), reduction="sum")
         counts, padded = totals[:steps], int(totals[steps])
@@ -242,6 +243,9 @@ class Loop:
         batch = collate([self.data.train[n] for n in rows], rows, store, sizes)
         if not part:
             batch.asst = torch.zeros_like(batch.asst)
+        if most := self.head.max_slots:
+            every = step_mask(batch.asst, batch.documents, 0)
+            batch.drawn = draw_slots(every, batch.documents, most, rows, self.settings.seed, self.state.step)
         return batch.to(self.accelerator.device)
 
     def _evaluate(self, track: Track | None) -> None:
