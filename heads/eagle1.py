@@ -40,7 +40,7 @@ class Eagle1(Head):
     """Raises ValueError for a wrong setting, or a reduced vocabulary without its map."""
 
     uses_cache = True
-    regresses = True  # its hidden states are features: the objective may compare them with the target's
+    regresses = True
 
     def __init__(self, config: Eagle1Config, spec: TargetSpec, vocab: tuple[Tensor, Tensor] | None = None) -> None:
         starts.check_init(config.init, starts.TARGET_STARTS)
