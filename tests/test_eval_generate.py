@@ -37,7 +37,7 @@ def eagle3(target: Target, size: int | None = None) -> Eagle3:
     head = Eagle3(
         Eagle3Config(taps=[1, 2, 3], draft_vocab_size=size), target.spec, None if size is None else reduced(size)
     )
-    return untrained(head, target)  # type: ignore[return-value]
+    return untrained(head, target)
 
 
 def drafters(target: Target, output: list[int]) -> dict[str, Drafter]:

@@ -1,5 +1,6 @@
 """Heads against their papers' and engines' formulas, written out once more without any of our layers."""
 
+import copy
 import math
 from typing import Any
 
@@ -44,7 +45,7 @@ def first_step(kind: str, **settings: Any) -> tuple[Any, dict[str, Tensor], Tens
 def test_eagle1() -> None:
     head, w, last, _, token, logits = first_step("eagle1")
     x = F.linear(torch.cat([token, last]), w["fc.weight"])
-    expected = F.linear(rest_of_layer(w, "layers.0", x, x), tiny_target(layers=5).head.weight)  # type: ignore[arg-type]
+    expected = F.linear(rest_of_layer(w, "layers.0", x, x), tiny_target(layers=5).head.weight)
     assert torch.allclose(logits, expected, atol=1e-3)
 
 
@@ -52,7 +53,7 @@ def test_mtp() -> None:
     head, w, last, _, token, logits = first_step("mtp")
     x = F.linear(torch.cat([norm(token, w["enorm.weight"]), norm(last, w["hnorm.weight"])]), w["eh_proj.weight"])
     u = rest_of_layer(w, "mtp_block", norm(x, w["mtp_block.input_layernorm.weight"]), x)
-    expected = F.linear(norm(u, w["shared_head.norm.weight"]), tiny_target(layers=5).head.weight)  # type: ignore[arg-type]
+    expected = F.linear(norm(u, w["shared_head.norm.weight"]), tiny_target(layers=5).head.weight)
     assert torch.allclose(logits, expected, atol=1e-3)
 
 
@@ -145,6 +146,12 @@ def test_a_borrowed_lm_head_gives_the_targets_own_logits() -> None:
     for kept in (None, draft):
         logits = tiny_head("eagle1", target, draft=kept).logits(last)
         assert torch.allclose(logits, target.logits(last, None if kept is None else torch.tensor(kept)), atol=1e-5)
+
+
+def test_a_copied_head_borrows_from_the_same_target() -> None:
+    head = tiny_head("eagle1", tiny_target(layers=5))
+    copied = copy.deepcopy(head)
+    assert copied._lm_head is head._lm_head and copied.fc.weight is not head.fc.weight
 
 
 @pytest.mark.parametrize("kind", TINY_HEADS)

@@ -19,11 +19,11 @@ DRAFT = [0, 3, 4, 9, 15, 40]
 
 
 def started(
-    target: Target, init: str, draft: list[int] | None = None, kv_heads: int | None = None, **flags: bool
+    target: Target, init: str, draft: list[int] | None = None, kv_heads: int | None = None, **flags: Any
 ) -> Eagle3:
     torch.manual_seed(0)
     size, vocab = (None, None) if draft is None else (len(draft), vocabulary(draft, target.spec.vocab_size))
-    config = Eagle3Config(taps=TAPS, init=init, draft_vocab_size=size, num_kv_heads=kv_heads, **flags)  # type: ignore[arg-type]
+    config = Eagle3Config(taps=TAPS, init=init, draft_vocab_size=size, num_kv_heads=kv_heads, **flags)
     head = Eagle3(config, target.spec, vocab)
     head.init_from(target, tokens(1, 20, vocab_size=target.spec.vocab_size))
     return head.attach(target).eval()
@@ -133,12 +133,16 @@ def test_medusa_starts_as_the_lm_head_itself() -> None:
 def test_target_start_of_eagle3_holds_the_norms_of_the_last_layer_too() -> None:
     for family in ("llama", "qwen3", "gemma2"):
         target = tiny_target(family, layers=5)
-        layer, last = started(target, "target").midlayer, target.layers[-1]
+        layer, last = started(target, "target").midlayer, any_module(target.layers[-1])
         one = 1 if family == "gemma2" else 0  # Gemma stores weight - 1
         before_mlp = last.pre_feedforward_layernorm if one else last.post_attention_layernorm
-        assert torch.equal(layer.hidden_norm.weight, last.input_layernorm.weight + one)  # type: ignore[operator,union-attr]
-        assert torch.equal(layer.post_attention_layernorm.weight, before_mlp.weight + one)  # type: ignore[operator,union-attr]
+        assert torch.equal(layer.hidden_norm.weight, last.input_layernorm.weight + one)
+        assert torch.equal(layer.post_attention_layernorm.weight, before_mlp.weight + one)
         assert torch.equal(layer.input_layernorm.weight, torch.ones(32)), "of the embedding nothing is known"
+
+
+def any_module(module: Any) -> Any:
+    return module
 
 
 def start(kind: str, target: Target, **settings: Any) -> Any:
@@ -166,22 +170,22 @@ def test_target_start_of_mtp_is_the_last_layer_on_the_feature() -> None:
 @torch.no_grad()
 def test_target_start_of_eagle1_reads_as_the_last_layer_reads_at_the_scale_of_the_feature() -> None:
     target, ids = tiny_target("llama", layers=5), tokens(1, 40)
-    head, last = start("eagle1", target, init="target"), target.layers[-1]
+    head, last = start("eagle1", target, init="target"), any_module(target.layers[-1])
     output = target.forward(ids, taps=(5,))
     assert output.taps is not None
     rms, stream = (float(x.pow(2).mean().sqrt()) for x in (output.last, output.taps))
     feature = torch.nn.functional.normalize(torch.randn(1, 9, 32), dim=-1) * 32**0.5 * rms
     read, residual = head.mix(torch.randn(1, 9, 32), feature)
     assert torch.allclose(residual, feature, atol=1e-5), "fc passes the feature"
-    normed = last.input_layernorm(feature)  # type: ignore[operator]
+    normed = last.input_layernorm(feature)
     for name in ("q_proj", "k_proj", "v_proj"):
         theirs = getattr(last.self_attn, name)(normed)
         assert torch.allclose(getattr(head.layer.self_attn, name)(read), theirs, atol=1e-4)
     for own, theirs in (
         (head.layer.self_attn.o_proj, last.self_attn.o_proj),
         (head.layer.mlp.down_proj, last.mlp.down_proj),
-    ):  # type: ignore[union-attr]
-        assert torch.allclose(own.weight, theirs.weight * rms / stream, atol=1e-6)  # type: ignore[union-attr,operator]
+    ):
+        assert torch.allclose(own.weight, theirs.weight * rms / stream, atol=1e-6)
 
 
 @torch.no_grad()
@@ -189,7 +193,7 @@ def test_target_start_of_eagle1_reads_as_the_last_layer_reads_at_the_scale_of_th
 def test_target_start_of_recurrent_heads_copies_the_lm_head(kind: str) -> None:
     target = tiny_target("llama", layers=5)
     copied = start(kind, target, init="target", inner_size=None)
-    assert all(torch.equal(lm_head.weight, target.head.weight) for lm_head in copied.head)  # type: ignore[arg-type]
+    assert all(torch.equal(lm_head.weight, target.head.weight) for lm_head in copied.head)
     random = start(kind, target, init="random", inner_size=None)
     assert largest_gap(weights(copied.proj), weights(random.proj)) == 0.0
 
@@ -203,7 +207,7 @@ def test_random_starts_read_nothing_of_the_target(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3", "mtp"])
 def test_a_target_whose_layers_have_other_parts_is_refused(kind: str) -> None:
     target = tiny_target("llama", layers=5)
-    del target.layers[-1].mlp.gate_proj  # type: ignore[union-attr]
+    del any_module(target.layers[-1]).mlp.gate_proj
     with pytest.raises(ValueError, match="the target's layers have no mlp.gate_proj; use head.init=random"):
         start(kind, target, init="target")
 
@@ -213,13 +217,13 @@ def test_a_target_whose_layers_have_other_parts_is_refused(kind: str) -> None:
 def test_a_frozen_lm_head_is_the_targets_whatever_the_start(init: str, draft: list[int] | None) -> None:
     target = tiny_target("llama", layers=5)
     head = started(target, init, draft, train_lm_head=False)
-    rows = target.head.weight if draft is None else target.head.weight[draft]  # type: ignore[index]
-    assert torch.equal(head.lm_head.weight, rows) and not head.lm_head.weight.requires_grad  # type: ignore[arg-type]
+    rows = target.head.weight if draft is None else target.head.weight[draft]
+    assert torch.equal(head.lm_head.weight, rows) and not head.lm_head.weight.requires_grad
 
 
 @pytest.mark.parametrize("flags", [{"fc_norm": True}, {"norm_before_fc": True}, {"norm_output": True}])
 @torch.no_grad()
-def test_induction_measures_the_taps_as_fc_reads_them(flags: dict[str, bool]) -> None:
+def test_induction_measures_the_taps_as_fc_reads_them(flags: dict[str, Any]) -> None:
     target = echo_target(True, 2)
     once = torch.randperm(190, generator=torch.Generator().manual_seed(3))[:26] + 2
     head = started(target, "induction", **flags)
