@@ -162,7 +162,8 @@ class Block(Head):
         g = self.feature(last, taps)
         rope = self.rotary(g, cache.positions(g.shape[1]).to(g.device))
         for i, layer in enumerate(self.layers):
-            cache.write(*layer.self_attn.keys_values(g, *rope), i)  # type: ignore[union-attr,operator]
+            keys, values = layer.self_attn.keys_values(g, *rope)  # type: ignore[union-attr,operator]
+            cache.write(keys, values, i)
 
     def draft_logits(
         self, last: Tensor, steps: int, cache: LayerCache | None = None, embedding: Tensor | None = None
