@@ -1,5 +1,6 @@
 """Draft heads. HEADS is the only table: kind -> (head class, its settings dataclass)."""
 
+from heads.block import Block, BlockConfig
 from heads.eagle1 import Eagle1, Eagle1Config
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.medusa import Medusa, MedusaConfig
@@ -13,4 +14,5 @@ HEADS = {
     "mtp": (Mtp, MtpConfig),
     "mlp": (Mlp, MlpConfig),
     "lstm": (Lstm, LstmConfig),
+    "block": (Block, BlockConfig),
 }

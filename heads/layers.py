@@ -87,6 +87,16 @@ class LayerCache:
         mask = (torch.arange(longest) <= where[:, None, :, None]).to(keys.device)
         return held_keys[:, :, :longest], held_values[:, :, :longest], mask
 
+    def read(self, layer: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """What is held, leaving it as it is: keys, values [B, KV, longest, d], mask [B, 1, 1, longest] of real entries.
+
+        At least one entry must have been written.
+        """
+        keys, values, longest = self.keys[layer], self.values[layer], int(self.lengths.max())
+        assert keys is not None and values is not None, "nothing written yet"
+        mask = (torch.arange(longest) < self.lengths[:, None]).to(keys.device)
+        return keys[:, :, :longest], values[:, :, :longest], mask[:, None, None]
+
     def crop(self, lengths: Tensor) -> None:
         """Roll every row back to `lengths` [B]."""
         self.lengths = torch.minimum(self.lengths, lengths)

@@ -7,6 +7,8 @@ target      the layer (query, key, value, output, MLP and its norms) is the targ
               eagle1  fc passes the feature; the layer lacks the input norm and stands behind the target's final norm,
                       so the norm's weight and the scales measured on a text are folded into its matrices
               mtp     eh_proj passes the feature at the scale of the residual stream; final norm the target's
+              block   as many of the target's last layers as it has, fc passes the last tap, whose keys and values in the
+                      first layer are then the target's own; MASK is the mean embedding
               mlp, lstm   their own LM head is the target's rows (inner_size = hidden size); the rest stays random
 induction   EAGLE-3 only: final norm and LM-head rows are the target's, and attention starts as an in-context bigram:
             the query is the newest token x_{t+1}, the key of slot s is the token x_s (still readable in the lowest
@@ -91,6 +93,26 @@ def mtp(head: Any, target: Any, ids: Tensor) -> None:
 
 
 @torch.no_grad()
+def block(head: Any, target: Any, ids: Tensor) -> None:
+    """Start a Block as its config says; raises ValueError as `eagle3` does."""
+    if head.config.init == "random":
+        return
+    sources = target.layers[-len(head.layers) :]
+    for layer, source in zip(head.layers, sources, strict=True):
+        _copy_layer(layer, source, target, offset=0)
+        layer.input_layernorm.weight.copy_(_plain(_part(source, "input_layernorm"), target))
+        _norm_queries_and_keys(layer.self_attn, source, target, ids)
+    head.hidden_norm.weight.copy_(head.layers[0].input_layernorm.weight)
+    H = head.norm.weight.shape[0]
+    head.fc.weight.zero_()
+    head.fc.weight[:, -H:].copy_(torch.eye(H))
+    head.mask_embedding.copy_(target.embed(torch.arange(head.vocab_size, device=target.device)).mean(0))
+    head.norm.weight.copy_(_NORM_SCALE * _plain(target.norm, target))
+    if head.lm_head is not None:
+        head.lm_head.weight.copy_(target.lm_head(head.target_rows())[0])
+
+
+@torch.no_grad()
 def recurrent(head: Any, target: Any) -> None:
     """Start the LM heads that a recurrent head owns as its config says."""
     if head.config.init == "target" and head.config.own_lm_head:
@@ -120,9 +142,24 @@ def _norm_of(target: Any, name: str) -> Tensor:
     return _plain(_part(target.layers[-1], name), target)
 
 
+def _norm_queries_and_keys(attention: Any, source: Any, target: Any, ids: Tensor) -> None:
+    """The norms behind q and k: the target layer's own, or, where it has none, one scale that keeps their rms."""
+    inputs = target.forward(ids, taps=(list(target.layers).index(source),)).taps[:, :, 0]
+    for name in ("q", "k"):
+        own = getattr(attention, f"{name}_norm").weight
+        if hasattr(source.self_attn, f"{name}_norm"):
+            own.copy_(_plain(getattr(source.self_attn, f"{name}_norm"), target))
+        else:
+            own.fill_(getattr(source.self_attn, f"{name}_proj")(source.input_layernorm(inputs)).pow(2).mean().sqrt())
+
+
 def _copy_last_layer(layer: Any, target: Any, offset: int) -> None:
-    """The target's last layer into `layer`, whose q, k, v read the H columns from `offset` on."""
-    source, attention = target.layers[-1], layer.self_attn
+    _copy_layer(layer, target.layers[-1], target, offset)
+
+
+def _copy_layer(layer: Any, source: Any, target: Any, offset: int) -> None:
+    """A layer of the target into `layer`, whose q, k, v read the H columns from `offset` on."""
+    attention = layer.self_attn
     pairs = [(f"self_attn.{n}_proj", getattr(attention, f"{n}_proj").weight, n in "qkv") for n in ("q", "k", "v", "o")]
     pairs += [(f"mlp.{n}_proj", getattr(layer.mlp, f"{n}_proj").weight, False) for n in ("gate", "up", "down")]
     for name, own, is_input in pairs:
@@ -132,14 +169,14 @@ def _copy_last_layer(layer: Any, target: Any, offset: int) -> None:
         view = own[:, offset : offset + theirs.shape[1]] if is_input else own
         if view.shape != theirs.shape:
             raise ValueError(
-                f"head.init=target: {name} of the target's last layer is {tuple(theirs.shape)}, not "
+                f"head.init=target: {name} of the target's layer is {tuple(theirs.shape)}, not "
                 f"{tuple(view.shape)}; use head.init=random"
             )
         own.zero_()
         view.copy_(theirs)
     # Gemma-2 and -3 call the norm before their MLP otherwise: their post_attention_layernorm closes the attention
     before_mlp = "pre_feedforward_layernorm" if hasattr(source, "pre_feedforward_layernorm") else None
-    layer.post_attention_layernorm.weight.copy_(_norm_of(target, before_mlp or "post_attention_layernorm"))
+    layer.post_attention_layernorm.weight.copy_(_plain(_part(source, before_mlp or "post_attention_layernorm"), target))
 
 
 def _part(layer: Any, name: str) -> Any:

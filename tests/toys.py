@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from tiny import tiny_target
 from torch import Tensor
 
+from heads.block import Block, BlockConfig
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.layers import HeadInput
 from heads.medusa import Medusa, MedusaConfig
@@ -38,6 +39,14 @@ def eagle3(target: Target, std: float | None = None, draft: list[int] | None = N
 def medusa(target: Target, std: float | None = None, draft: list[int] | None = None, **settings: Any) -> Medusa:
     config = MedusaConfig(draft_vocab_size=None if draft is None else len(draft), **settings)
     head = Medusa(config, target.spec, None if draft is None else vocabulary(draft, target.spec.vocab_size))
+    return spread(head, std).attach(target).eval()
+
+
+def block(target: Target, std: float | None = None, draft: list[int] | None = None, **settings: Any) -> Block:
+    config = BlockConfig(
+        **{"taps": TAPS, "block_size": 4, "draft_vocab_size": None if draft is None else len(draft), **settings}
+    )
+    head = Block(config, target.spec, None if draft is None else vocabulary(draft, target.spec.vocab_size))
     return spread(head, std).attach(target).eval()
 
 

@@ -43,6 +43,7 @@ class Batch:
     rows: list[int]
     last: Tensor | None = None
     taps: Tensor | None = None
+    drawn: Tensor | None = None  # [B, T] bool: the only slots trained this step (a head with `max_slots`); None: all
 
     def to(self, device: torch.device) -> "Batch":
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

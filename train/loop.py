@@ -20,6 +20,7 @@ from train.evaluate import Tally, evaluate
 from train.objective import LossSettings, Objective, slot_counts
 from train.optim import OptimSettings, build_optimizer, learning_rate
 from train.track import Track
+from train.unroll import draw_slots, step_mask
 
 
 @dataclasses.dataclass
@@ -164,7 +165,7 @@ class Loop:
         numbers = self.order.at(state.step)
         batches = [self._batch(part, numbers) for part in share(numbers, rank, world, settings.micro_batch_size)]
         steps = self.head.train_steps
-        local = torch.stack([slot_counts(b.asst, b.documents, steps) for b in batches]).sum(0)
+        local = torch.stack([slot_counts(b.asst, b.documents, steps, b.drawn) for b in batches]).sum(0)
         counts = accelerator.reduce(local.to(accelerator.device), reduction="sum")
         lr = learning_rate(state.step, settings.steps, settings.optim)
         for group in self.optimizer.param_groups:
@@ -218,6 +219,9 @@ class Loop:
         batch = collate([self.data.train[n] for n in rows], rows, self.data.train_store)
         if not part:
             batch.asst = torch.zeros_like(batch.asst)
+        if most := self.head.max_slots:
+            every = step_mask(batch.asst, batch.documents, 0)
+            batch.drawn = draw_slots(every, most, rows, self.settings.seed, self.state.step)
         return batch.to(self.accelerator.device)
 
     def _evaluate(self, track: Track | None) -> None:

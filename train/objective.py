@@ -71,7 +71,7 @@ class Objective(nn.Module):
 
     def forward(self, batch: Batch, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         steps = counts.shape[0]
-        masks = [step_mask(batch.asst, batch.documents, i) for i in range(steps)]
+        masks = [step_mask(batch.asst, batch.documents, i, batch.drawn) for i in range(steps)]
         slots, real = pick_slots(masks[0])
         inputs = self.inputs(batch, slots)
         hidden = self.head(inputs, steps)
@@ -94,6 +94,6 @@ class Objective(nn.Module):
         return loss, {"loss": losses, "correct": correct}
 
 
-def slot_counts(asst: Tensor, documents: Tensor, steps: int) -> Tensor:
+def slot_counts(asst: Tensor, documents: Tensor, steps: int, drawn: Tensor | None = None) -> Tensor:
     """[steps] trained slots per step of a batch."""
-    return torch.stack([step_mask(asst, documents, i).sum() for i in range(steps)])
+    return torch.stack([step_mask(asst, documents, i, drawn).sum() for i in range(steps)])
