@@ -7,8 +7,8 @@ target      the layer (query, key, value, output, MLP and its norms) is the targ
               eagle1  fc passes the feature; the layer lacks the input norm and stands behind the target's final norm,
                       so the norm's weight and the scales measured on a text are folded into its matrices
               mtp     eh_proj passes the feature at the scale of the residual stream; final norm the target's
-              block   as many of the target's last layers as it has, fc passes the last tap, whose keys and values in the
-                      first layer are then the target's own; MASK is the mean embedding
+              block   as many of the target's last layers as it has; fc passes the last tap, whose keys and values in
+                      the first layer are then the target's own; MASK is the mean embedding
               mlp, lstm   their own LM head is the target's rows (inner_size = hidden size); the rest stays random
 induction   EAGLE-3 only: final norm and LM-head rows are the target's, and attention starts as an in-context bigram:
             the query is the newest token x_{t+1}, the key of slot s is the token x_s (still readable in the lowest

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def step_mask(asst: Tensor, documents: Tensor, step: int, drawn: Tensor | None = None) -> Tensor:
-    """[B, T] bool: slot t is trained at `step` (asst, documents [B, T]); where `drawn` [B, T] is given, only if drawn."""
+    """[B, T] bool: slot t is trained at `step` (asst, documents [B, T]); given `drawn` [B, T], only where drawn."""
     B, T = asst.shape
     span = step + 2
     mask = torch.zeros_like(asst)
