@@ -3,7 +3,8 @@
     g_t   = norm(fc [tap_a(t); tap_b(t); ...])            fused feature of a true slot: extra keys and values of *every*
                                                           layer, k = rope(norm(K g_t)), v = V g_t, at position t
     block = [emb(x_{t+1}), MASK, ..., MASK]               b rows at positions t+1 .. t+b; sees g_0..g_t and, in both
-                                                          directions, itself
+                                                          directions, itself; with `residual_feature` (not in the
+                                                          paper) P h_t is added to every row
     logits = lm_head(norm(block rows after all layers))   the target's own frozen LM head unless `own_lm_head`
 
 Worked example, slot t = 4 (x_5 known, x_6 drafted first), block_size b = 4:
@@ -47,15 +48,14 @@ class BlockConfig:
     kind: str = "block"
     taps: list[int] | None = None  # None: what leaves up to 5 layers, uniform in [1, L - 3]
     num_layers: int = 2  # the paper trains 5 for targets of 4B and 8B
-    block_size: int = 6  # rows of a block; the paper 16, 10 or 8
-    from_anchor: bool = False  # row 0 predicts too
+    block_size: int = 4  # rows of a block; the paper 16, 10 or 8
+    from_anchor: bool = True  # row 0 predicts too; the paper: false
     draft_vocab_size: int | None = None
     num_kv_heads: int | None = None  # None: the target's
+    residual_feature: bool = True  # the target's last feature in the residual of every row; the paper has it not
     own_lm_head: bool = False  # train an LM head over the draft vocabulary instead of borrowing the target's rows
-    anchors: int | None = (
-        None  # slots trained per conversation and step, drawn anew each step; None: all; the paper 512
-    )
-    init: str = "target"  # random (paper) | target, see heads/starts.py
+    anchors: int | None = None  # slots a step trains of a conversation, drawn at random; None: all; the paper 512
+    init: str = "feature"  # random (paper) | target | feature, see heads/starts.py
 
 
 class BlockAttention(Attention):
@@ -102,7 +102,11 @@ class Block(Head):
     uses_cache = True
 
     def __init__(self, config: BlockConfig, spec: TargetSpec, vocab: tuple[Tensor, Tensor] | None = None) -> None:
-        starts.check_init(config.init, starts.TARGET_STARTS)
+        starts.check_init(config.init, starts.BLOCK_STARTS)
+        if config.init == "feature" and not config.residual_feature:
+            raise ValueError(
+                "head.init=feature starts from head.residual_feature=true; use head.init=random without it"
+            )
         for name, least in (("num_layers", 1), ("block_size", 2), ("anchors", 1)):
             if (value := getattr(config, name)) is not None and value < least:
                 raise ValueError(f"head.{name}={value} must be at least {least}")
@@ -117,6 +121,8 @@ class Block(Head):
         self.fc = nn.Linear(len(taps) * H, H, bias=False)
         self.hidden_norm = RMSNorm(H, eps)
         self.mask_embedding = nn.Parameter(0.02 * torch.randn(H))
+        if config.residual_feature:
+            self.embed_norm, self.last_proj = RMSNorm(H, eps), nn.Linear(H, H, bias=False)
         self.layers = nn.ModuleList(BlockLayer(self.layer_config) for _ in range(config.num_layers))
         self.norm = RMSNorm(H, eps)
         self.lm_head = nn.Linear(H, self.draft_vocab_size, bias=False) if config.own_lm_head else None
@@ -145,13 +151,15 @@ class Block(Head):
         g = self.feature(inputs.last, inputs.taps)
         rope = self.rotary(g, inputs.positions)
         context = [layer.self_attn.keys_values(g, *rope) for layer in self.layers]  # type: ignore[union-attr,operator]
-        anchors = gather_slots(shift(inputs.embeddings, 1), inputs.slots)
+        first, rest = self._inputs(
+            gather_slots(shift(inputs.embeddings, 1), inputs.slots), gather_slots(inputs.last, inputs.slots)
+        )
         positions = inputs.positions.gather(1, inputs.slots) + 1
         mask = slot_mask(inputs.slots, inputs.documents)
         (B, T), b = inputs.positions.shape, self.config.block_size
         n = max(1, _SCORES // (B * self.layer_config.num_attention_heads * b * (T + b)))  # blocks at once
-        pieces = zip(anchors.split(n, 1), positions.split(n, 1), mask.split(n, 2), strict=True)
-        rows = torch.cat([self._rows(a, p, context, m) for a, p, m in pieces], dim=1)
+        pieces = zip(first.split(n, 1), rest.split(n, 1), positions.split(n, 1), mask.split(n, 2), strict=True)
+        rows = torch.cat([self._rows(x, y, p, context, m) for x, y, p, m in pieces], dim=1)
         return list(rows[:, :, self.first : self.first + steps].unbind(2))
 
     def new_cache(self, batch: int = 1) -> LayerCache:
@@ -168,12 +176,15 @@ class Block(Head):
     def draft_logits(
         self, last: Tensor, steps: int, cache: LayerCache | None = None, embedding: Tensor | None = None
     ) -> Tensor:
-        """fp32 logits [B, steps, D] after the newest slot, anchor `embedding` [B, H]. Leaves nothing in `cache`."""
+        """fp32 logits [B, steps, D] after the newest slot: its `last` [B, H], the anchor's `embedding` [B, H].
+
+        Leaves nothing in `cache`.
+        """
         assert cache is not None and embedding is not None, "a block head drafts from its context and an anchor"
         held = [cache.read(i) for i in range(len(self.layers))]
         context = [(keys, values) for keys, values, _ in held]
-        anchors = embedding.view(embedding.shape[0], 1, -1)
-        rows = self._rows(anchors, cache.positions(1).to(anchors.device), context, held[0][2])
+        first, rest = self._inputs(embedding[:, None], last[:, None])
+        rows = self._rows(first, rest, cache.positions(1).to(first.device), context, held[0][2])
         return self.logits(rows[:, 0, self.first : self.first + steps])
 
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
@@ -184,14 +195,22 @@ class Block(Head):
         assert self._lm_head is not None, "attach(target) first: the LM head is the target's"
         return self._lm_head(hidden)
 
+    def _inputs(self, embeddings: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        """First row of blocks and what all later rows are, [B, S, H] each, from anchor embeddings and last features."""
+        dtype = self.mask_embedding.dtype
+        first, rest = embeddings.to(dtype), self.mask_embedding.expand(embeddings.shape)
+        if self.config.residual_feature:
+            seed = self.last_proj(last.to(dtype))
+            first, rest = self.embed_norm(first) + seed, rest + seed
+        return first, rest
+
     def _rows(
-        self, anchors: Tensor, positions: Tensor, context: Sequence[tuple[Tensor, Tensor]], mask: Tensor
+        self, first: Tensor, rest: Tensor, positions: Tensor, context: Sequence[tuple[Tensor, Tensor]], mask: Tensor
     ) -> Tensor:
-        """Blocks of anchors [B, S, H], first rows at positions [B, S], mask [B, 1, S, T] -> [B, S, b, H]."""
-        B, S, H = anchors.shape
+        """Blocks of inputs [B, S, H], first rows at positions [B, S], mask [B, 1, S, T] -> [B, S, b, H]."""
+        B, S, H = first.shape
         b = self.config.block_size
-        masks = self.mask_embedding.expand(B, S, b - 1, H)
-        x = torch.cat([anchors.to(masks.dtype)[:, :, None], masks], dim=2).flatten(1, 2)
+        x = torch.cat([first[:, :, None], rest[:, :, None].expand(B, S, b - 1, H)], dim=2).flatten(1, 2)
         rope = self.rotary(x, (positions[..., None] + torch.arange(b, device=x.device)).flatten(1))
         for layer, (keys, values) in zip(self.layers, context, strict=True):
             x = layer(x, rope, keys, values, mask, b)

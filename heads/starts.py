@@ -10,6 +10,8 @@ target      the layer (query, key, value, output, MLP and its norms) is the targ
               block   as many of the target's last layers as it has; fc passes the last tap, whose keys and values in
                       the first layer are then the target's own; MASK is the mean embedding
               mlp, lstm   their own LM head is the target's rows (inner_size = hidden size); the rest stays random
+feature     block only: the residual of every row is the target's last feature and the final norm keeps its scale, so
+            that rows begin as what the LM head makes of it (as Medusa's heads do); the layers are random
 induction   EAGLE-3 only: final norm and LM-head rows are the target's, and attention starts as an in-context bigram:
             the query is the newest token x_{t+1}, the key of slot s is the token x_s (still readable in the lowest
             tap), the value is its successor x_{s+1}. So the head begins by proposing what followed the same token
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor
 
 TARGET_STARTS = ("random", "target")
+BLOCK_STARTS = (*TARGET_STARTS, "feature")
 STARTS = (*TARGET_STARTS, "induction")
 
 _NORM_SCALE = 0.3  # the final norm starts below the target's: unscaled rows start far above the uniform loss
@@ -56,7 +59,7 @@ def eagle3(head: Any, target: Any, ids: Tensor) -> None:
     H = head.norm.weight.shape[0]
     head.fc.weight.zero_()
     head.fc.weight[:, -H:].copy_(torch.eye(H))
-    _copy_last_layer(head.midlayer, target, offset=H)
+    _copy_layer(head.midlayer, target.layers[-1], target, offset=H)
     head.midlayer.hidden_norm.weight.copy_(_norm_of(target, "input_layernorm"))
 
 
@@ -71,7 +74,7 @@ def eagle1(head: Any, target: Any, ids: Tensor) -> None:
     if head.config.init == "random":
         return
     layer = head.layers[0]
-    _copy_last_layer(layer, target, offset=0)
+    _copy_layer(layer, target.layers[-1], target, offset=0)
     last_scale, stream_scale = _scales(target, ids)
     read = _norm_of(target, "input_layernorm").to(head.fc.weight) / last_scale
     for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
@@ -86,7 +89,7 @@ def mtp(head: Any, target: Any, ids: Tensor) -> None:
     """Start an Mtp as its config says; raises ValueError as `eagle3` does."""
     if head.config.init == "random":
         return
-    _copy_last_layer(head.mtp_block, target, offset=0)
+    _copy_layer(head.mtp_block, target.layers[-1], target, offset=0)
     head.mtp_block.input_layernorm.weight.copy_(_norm_of(target, "input_layernorm"))
     head.shared_head["norm"].weight.copy_(_NORM_SCALE * _plain(target.norm, target))
     _pass_feature(head.eh_proj, _scales(target, ids)[1])
@@ -97,19 +100,25 @@ def block(head: Any, target: Any, ids: Tensor) -> None:
     """Start a Block as its config says; raises ValueError as `eagle3` does."""
     if head.config.init == "random":
         return
+    if head.lm_head is not None:
+        head.lm_head.weight.copy_(target.lm_head(head.target_rows())[0])
+    H = head.norm.weight.shape[0]
+    if head.config.init == "feature":
+        scale = _scales(target, ids)[0]
+        head.last_proj.weight.copy_(torch.eye(H) / scale)
+        head.norm.weight.fill_(_NORM_SCALE * scale)
+        head.mask_embedding.zero_()
+        return
     sources = target.layers[-len(head.layers) :]
     for layer, source in zip(head.layers, sources, strict=True):
         _copy_layer(layer, source, target, offset=0)
         layer.input_layernorm.weight.copy_(_plain(_part(source, "input_layernorm"), target))
         _norm_queries_and_keys(layer.self_attn, source, target, ids)
     head.hidden_norm.weight.copy_(head.layers[0].input_layernorm.weight)
-    H = head.norm.weight.shape[0]
     head.fc.weight.zero_()
     head.fc.weight[:, -H:].copy_(torch.eye(H))
     head.mask_embedding.copy_(target.embed(torch.arange(head.vocab_size, device=target.device)).mean(0))
     head.norm.weight.copy_(_NORM_SCALE * _plain(target.norm, target))
-    if head.lm_head is not None:
-        head.lm_head.weight.copy_(target.lm_head(head.target_rows())[0])
 
 
 @torch.no_grad()
@@ -151,10 +160,6 @@ def _norm_queries_and_keys(attention: Any, source: Any, target: Any, ids: Tensor
             own.copy_(_plain(getattr(source.self_attn, f"{name}_norm"), target))
         else:
             own.fill_(getattr(source.self_attn, f"{name}_proj")(source.input_layernorm(inputs)).pow(2).mean().sqrt())
-
-
-def _copy_last_layer(layer: Any, target: Any, offset: int) -> None:
-    _copy_layer(layer, target.layers[-1], target, offset)
 
 
 def _copy_layer(layer: Any, source: Any, target: Any, offset: int) -> None:

@@ -20,38 +20,16 @@ from tiny import tiny_target
 from torch import Tensor
 from toys import head_input
 
-from eval.drafter import Ask, Proposal
+from eval.drafters.head import drafter_for
 from eval.generate import Decoding, generate
 from heads.block import Block, BlockConfig
-from heads.target import Target, TargetOutput
+from heads.target import Target
 
 V, H, K = 64, 64, 3
 D = 32  # of the orbit and of an attention head
 MARK, MASK = 32, 33  # hidden dimensions: 1 for every token; 1 for MASK
 PROMPTS = [[5, 9, 3, 22, 41], [7, 60, 2], [33, 33, 1, 0, 12, 63, 8]]
 SHARP = 12.0
-
-
-class ParallelDrafter:
-    """Decoding with a parallel head as heads/base.py states it: absorb true slots, draft from the newest token."""
-
-    def __init__(self, head: Block, target: Target) -> None:
-        self.head, self.target, self.taps, self.max_draft = head, target, head.taps, head.max_draft
-
-    def start(self, prompt: list[int], first: int, output: TargetOutput) -> None:
-        self.cache = self.head.new_cache()
-        self.commit([first], output)
-
-    @torch.no_grad()
-    def propose(self, k: int, ask: Ask) -> Proposal:
-        anchor = self.target.embed(torch.tensor([self.newest]))
-        logits = self.head.draft_logits(self.last, min(k, self.max_draft), self.cache, anchor)[0]
-        return Proposal(self.head.to_target(logits.argmax(-1)), None)
-
-    @torch.no_grad()
-    def commit(self, tokens: list[int], output: TargetOutput) -> None:
-        self.head.absorb(self.cache, output.last, output.taps)
-        self.newest, self.last = tokens[-1], output.last[:, -1]
 
 
 def permutation() -> Tensor:
@@ -96,9 +74,11 @@ def target_of() -> Target:
 def block_head(target: Target, from_anchor: bool = False) -> Block:
     """The construction above; with `from_anchor` row 0 says perm through its residual and head r carries R^r."""
     size = K if from_anchor else K + 1
-    config = BlockConfig(taps=[1], num_layers=1, block_size=size, from_anchor=from_anchor, init="random")
+    config = BlockConfig(
+        taps=[1], num_layers=1, block_size=size, from_anchor=from_anchor, residual_feature=False, init="random"
+    )
     head = Block(config, target.spec).attach(target).eval()
-    attention, R, far = head.layers[0].self_attn, rotation().float(), D // 2 - 1
+    attention, R, far = head.layers[0].self_attn, rotation().float(), D // 2 - 1  # type: ignore[union-attr]
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.fill_(1.0 if parameter.dim() == 1 else 0.0)
@@ -122,7 +102,7 @@ def counters(target: Target, head: Block) -> tuple[int, list[int]]:
     """(rounds, accepted drafts per position), as vLLM counts them; the output is checked to be the plain one."""
     rounds, accepted, perm = 0, [0] * K, permutation()
     for prompt in PROMPTS:
-        found = generate(target, ParallelDrafter(head, target), prompt, Decoding(k=K, max_new_tokens=48))
+        found = generate(target, drafter_for(head, target), prompt, Decoding(k=K, max_new_tokens=48))
         chain = [prompt[-1]]
         for _ in range(48):
             chain.append(int(perm[chain[-1]]))

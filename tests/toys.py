@@ -43,9 +43,10 @@ def medusa(target: Target, std: float | None = None, draft: list[int] | None = N
 
 
 def block(target: Target, std: float | None = None, draft: list[int] | None = None, **settings: Any) -> Block:
-    config = BlockConfig(
-        **{"taps": TAPS, "block_size": 4, "draft_vocab_size": None if draft is None else len(draft), **settings}
-    )
+    """The paper's layout unless told: row 0 of a block of 4 predicts nothing."""
+    draft_size = None if draft is None else len(draft)
+    options = {"taps": TAPS, "block_size": 4, "from_anchor": False, "draft_vocab_size": draft_size, **settings}
+    config = BlockConfig(**options)
     head = Block(config, target.spec, None if draft is None else vocabulary(draft, target.spec.vocab_size))
     return spread(head, std).attach(target).eval()
 

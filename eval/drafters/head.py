@@ -80,6 +80,33 @@ class MedusaDrafter:
         self.last = output.last[:, -1]
 
 
+class BlockDrafter:
+    """A head that drafts in one go from a context it keeps: true slots are absorbed, the newest token is the anchor."""
+
+    def __init__(self, head: Any, target: Target) -> None:
+        self.head, self.max_draft, self.taps = head.eval(), head.max_draft, head.taps
+        self.target = target
+        self.vocabulary = DraftVocabulary(head, target)
+        self.cache = head.new_cache()
+        self.last, self.newest = torch.empty(0), 0
+
+    def start(self, prompt: list[int], first: int, output: TargetOutput) -> None:
+        self.cache = self.head.new_cache()
+        self.commit([first], output)
+
+    def propose(self, k: int, ask: Ask) -> Proposal:
+        anchor = self.target.embed(torch.tensor([self.newest]))
+        logits = self.head.draft_logits(self.last, min(k, self.max_draft), self.cache, anchor)[0]
+        if ask.min_confidence > 0:
+            reached = self.vocabulary.confidence(logits).cumprod(0)
+            logits = logits[: int((reached >= ask.min_confidence).sum())]
+        return Proposal(*self.vocabulary.choose(logits, ask))
+
+    def commit(self, tokens: list[int], output: TargetOutput) -> None:
+        self.head.absorb(self.cache, output.last, output.taps)
+        self.last, self.newest = output.last[:, -1], tokens[-1]
+
+
 class StepDrafter:
     """EAGLE, MTP, recurrent heads; `cache.lengths` = sequence length - 1 after start and after every commit.
 
@@ -129,7 +156,9 @@ class StepDrafter:
 
 def drafter_for(head: Any, target: Target) -> Drafter:
     """The drafter of a head (already attached to its target)."""
-    return MedusaDrafter(head, target) if head.parallel else StepDrafter(head, target)
+    if head.parallel:
+        return BlockDrafter(head, target) if head.uses_cache else MedusaDrafter(head, target)
+    return StepDrafter(head, target)
 
 
 def packable(head: nn.Module, target: Target) -> bool:
