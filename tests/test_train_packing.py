@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from test_train_objective import HEADS, counts_of, gradients, objective_of
-from tiny import tiny_target
+from tiny import KINDS, tiny_target
 from toys import Row, batch_of, conversations, eagle3, largest_gap, loop_of, medusa, weights
 
-from data.packing import best_fit, pack, pack_stream, stream
+from data.packing import best_fit, even_fit, pack, pack_stream, stream
 from data.store import Features
 from heads.masks import LayerMasks, document_masks
 from heads.target import Target, TargetOutput, TargetParityError
@@ -21,10 +21,8 @@ from train.loop import TrainSettings
 from train.track import read_log
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
+    **{kind: {"kind": kind} for kind in KINDS},
     "llama, eager attention": {"attn_implementation": "eager"},
-    "qwen3": {"kind": "qwen3"},
-    "mistral, all layers slide": {"model_type": "mistral", "sliding_window": 6},
     "gemma2, every second layer slides": {"kind": "gemma2", "sliding_window": 6},
 }
 
@@ -72,7 +70,7 @@ def test_features_of_packed_conversations_are_those_of_conversations_apart(famil
 def test_document_masks_by_hand() -> None:
     documents = torch.tensor([[0, 0, 0, 1, 1, -1]])
     full = document_masks(LayerMasks(tiny_target(), ""), documents)
-    slides = document_masks(LayerMasks(target_of("mistral, all layers slide"), ""), documents.repeat(1, 3))
+    slides = document_masks(LayerMasks(target_of("mistral"), ""), documents.repeat(1, 3))
     assert isinstance(full, torch.Tensor) and isinstance(slides, torch.Tensor)
     assert full[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0, 0],
@@ -170,7 +168,7 @@ def test_the_layouts_of_the_docstring() -> None:
 
     assert sizes(Layout(3)) == [[[9], [7], [5]], [[4], [3], [2]]]
     assert sizes(Layout(3, max_tokens=16)) == [[[9]], [[7], [5]], [[4], [3], [2]]]
-    assert sizes(Layout(2, pack_length=12)) == [[[7, 5], [9, 3]], [[4, 2]]]
+    assert sizes(Layout(2, pack_length=12)) == [[[9, 2], [7, 4]], [[5, 3]]]
 
 
 def test_every_row_is_in_one_line_of_one_rank_and_no_line_or_pass_is_too_long() -> None:
@@ -228,6 +226,9 @@ def test_best_fit_wastes_little_and_stays_inside() -> None:
     assert max(sum(lengths[n] for n in one) for one in bins) <= 1024
     assert sum(lengths) / (1024 * len(bins)) > 0.98
     assert bins == best_fit(lengths, 1024)
+    even = even_fit(lengths, 1024)
+    assert len(even) <= len(bins) and sorted(n for one in even for n in one) == list(range(500))
+    assert even_fit([190] * 8, 1024) == [[0, 1, 2, 3], [4, 5, 6, 7]] and even_fit([], 8) == []
     with pytest.raises(ValueError, match="a row of 9 tokens does not fit a packed row of 8"):
         best_fit([3, 9], 8)
 

@@ -5,12 +5,12 @@ The loss of a step is a sum over all its trained slots, so the layout changes me
     rows of 9, 7, 5, 4, 3, 2 tokens, one rank
     micro_batch_size=3                  [9] [7] [5]          [4] [3] [2]        padded to 9 and to 4: 9 of 39 wasted
     max_tokens=16                       [9]   [7] [5]   [4] [3] [2]             passes of at most 16 padded tokens
-    packing, pack_length=12, 2 a pass   [7 5] [9 3]          [4 2]              micro_batch_size counts lines
+    packing, pack_length=12, 2 a pass   [9 2] [7 4]          [5 3]              micro_batch_size counts lines
 """
 
 import dataclasses
 
-from data.packing import best_fit
+from data.packing import even_fit
 
 Pass = list[list[int]]  # lines of row numbers
 
@@ -40,24 +40,24 @@ class Layout:
         return shares[rank] + [[] for _ in range(count - len(shares[rank]))]
 
     def _passes(self, numbers: list[int], lengths: list[int]) -> list[Pass]:
-        if self.pack_length is None:
-            found = [[n] for n in numbers]
-        else:
-            bins = best_fit([lengths[n] for n in numbers], self.pack_length)
-            found = [[numbers[i] for i in one] for one in bins]
+        found = [[n] for n in numbers]
+        if self.pack_length is not None:
+            found = [[numbers[i] for i in one] for one in even_fit([lengths[n] for n in numbers], self.pack_length)]
+        elif self.max_tokens is None:
+            return _cut(found, self.micro_batch_size)
+        sized = [(sum(lengths[n] for n in line), line) for line in found]
+        sized.sort(key=lambda pair: (-pair[0], pair[1]))  # lines of like length together
         if self.max_tokens is None:
-            size = self.micro_batch_size
-            return [found[i : i + size] for i in range(0, len(found), size)]
-        return _filled(found, [sum(lengths[n] for n in line) for line in found], self.max_tokens)
+            return _cut([line for _, line in sized], self.micro_batch_size)
+        passes: list[Pass] = []
+        longest = 0
+        for size, line in sized:
+            if not passes or (len(passes[-1]) + 1) * longest > self.max_tokens:
+                passes.append([])
+                longest = size
+            passes[-1].append(line)
+        return passes
 
 
-def _filled(found: Pass, sizes: list[int], max_tokens: int) -> list[Pass]:
-    """Lines, longest first, in passes of at most `max_tokens` once each line is padded to the longest of its pass."""
-    passes: list[Pass] = []
-    longest = 0
-    for i in sorted(range(len(found)), key=lambda i: (-sizes[i], i)):
-        if not passes or (len(passes[-1]) + 1) * longest > max_tokens:
-            passes.append([])
-            longest = sizes[i]
-        passes[-1].append(found[i])
-    return passes
+def _cut(found: Pass, size: int) -> list[Pass]:
+    return [found[i : i + size] for i in range(0, len(found), size)]
