@@ -44,12 +44,12 @@ def main(settings: DataRun) -> int | None:
     settings.data.check()
     folder = Path(settings.outputs) / "data" / settings.name
     if not settings.data.capture.enabled:
-        build(Target.load(settings.target), settings.data, folder)
+        build(_reader(settings), settings.data, folder)
         _report(folder, {})
         return None
     if processes_to_start(settings.launcher) > 1:
         # here, with all cores to itself: the ranks then find the rows finished
-        build(Target.load(settings.target), settings.data, folder)
+        build(_reader(settings), settings.data, folder)
         return relaunch_if_needed(settings.launcher, "data")
     state = PartialState(cpu=settings.launcher.cpu, timeout=PATIENCE)
     target = Target.load(settings.target)
@@ -61,6 +61,11 @@ def main(settings: DataRun) -> int | None:
         _report(folder, features)
     state.destroy_process_group()
     return None
+
+
+def _reader(settings: DataRun) -> Target:
+    """The target for making rows: without its weights where nothing runs it."""
+    return Target.load(settings.target, weights=settings.data.regenerate.in_process)
 
 
 def _capture(settings: DataRun, target: Target, folder: Path, state: PartialState) -> dict[str, str]:

@@ -113,8 +113,8 @@ def missing_part(root: Path, command: str) -> str | None:
     """What a shown command names and the checkout lacks; None when all of it is there."""
     words = command.split()
     if words[0] == "make":
-        targets = re.findall(r"^([a-z]+):", (root / "Makefile").read_text(), re.MULTILINE)
-        return next((word for word in words[1:] if re.fullmatch("[a-z]+", word) and word not in targets), None)
+        targets = re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.MULTILINE)
+        return next((word for word in words[1:] if re.fullmatch("[a-z-]+", word) and word not in targets), None)
     if words[0] == "bash":
         return None if (root / words[1]).is_file() or words[1].startswith("-") else words[1]
     module = words[words.index("-m") + 1] if "-m" in words else ""
