@@ -198,7 +198,9 @@ def test_only_drawn_slots_are_trained_and_counted() -> None:
     assert drawn.sum(1).tolist() == [2, 2, 2, 2] and not bool((drawn & ~every).any())
     assert torch.equal(drawn, draw_slots(every, batch.documents, 2, batch.rows, seed=0, step=3))
     assert not torch.equal(drawn, draw_slots(every, batch.documents, 2, batch.rows, seed=0, step=4))
-    again = draw_slots(every[2:], batch.documents[2:] - 2, 2, batch.rows[2:], seed=0, step=3)  # another share of the same step
+    again = draw_slots(
+        every[2:], batch.documents[2:] - 2, 2, batch.rows[2:], seed=0, step=3
+    )  # another share of the same step
     assert torch.equal(again, drawn[2:])
     loss, metrics = objective_loss(target, head, drawn)
     counts = slot_counts(batch.asst, batch.documents, 3, drawn)
