@@ -78,7 +78,7 @@ def block_head(target: Target, from_anchor: bool = False) -> Block:
         taps=[1], num_layers=1, block_size=size, from_anchor=from_anchor, residual_feature=False, init="random"
     )
     head = Block(config, target.spec).attach(target).eval()
-    attention, R, far = head.layers[0].self_attn, rotation().float(), D // 2 - 1  # type: ignore[union-attr]
+    attention, R, far = head.layers[0].self_attn, rotation().float(), D // 2 - 1
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.fill_(1.0 if parameter.dim() == 1 else 0.0)
