@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from tiny import tiny_target
 from torch import Tensor
-from toys import batch_of, block, conversations, head_input, settings, tokens
+from toys import batch_of, block, conversations, head_input, largest_gap, settings, tokens, train, weights
 
 from eval.drafters.head import drafter_for
 from eval.generate import Decoding, generate
@@ -209,6 +209,17 @@ def test_only_drawn_slots_are_trained_and_counted() -> None:
     means = sum(part["loss"] for _, part in parts) / counts
     assert torch.allclose(metrics["loss"] / counts, means, atol=1e-5)
     assert loss.item() == pytest.approx(float((means * weight).sum()), rel=1e-5)
+
+
+def test_a_run_trains_the_same_drawn_slots_in_any_micro_batches(tmp_path: Path) -> None:
+    found = []
+    for size in (4, 1):
+        target = tiny_target(layers=5)
+        head = block(target, std=0.1, anchors=2)
+        loop, state = train(tmp_path / str(size), target=target, head=head, micro_batch_size=size, steps=3)
+        found.append(weights(loop.head))
+        assert state.tokens == 3 * 4 * 2  # steps, conversations, slots
+    assert largest_gap(*found) < 1e-5
 
 
 def single_slots(drawn: Tensor) -> list[Tensor]:

@@ -13,6 +13,7 @@ With 3 prompts of 48 new tokens and k = 3 a right head needs 36 rounds and has [
 """
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -73,10 +74,8 @@ def target_of() -> Target:
 
 def block_head(target: Target, from_anchor: bool = False) -> Block:
     """The construction above; with `from_anchor` row 0 says perm through its residual and head r carries R^r."""
-    size = K if from_anchor else K + 1
-    config = BlockConfig(
-        taps=[1], num_layers=1, block_size=size, from_anchor=from_anchor, residual_feature=False, init="random"
-    )
+    options: dict[str, Any] = {"from_anchor": from_anchor, "residual_feature": False, "init": "random"}
+    config = BlockConfig(taps=[1], num_layers=1, block_size=K + 1, **options)
     head = Block(config, target.spec).attach(target).eval()
     attention, R, far = head.layers[0].self_attn, rotation().float(), D // 2 - 1
     with torch.no_grad():
