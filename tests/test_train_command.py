@@ -21,12 +21,12 @@ from scripts import export
 from scripts.export import ExportRun
 from train import __main__ as command
 from train.__main__ import TrainRun
-from train.loop import TrainSettings
+from train.settings import TrainSettings
 from train.track import read_log
 
 STEPS: dict[str, Any] = {
     "steps": 3, "batch_size": 4, "micro_batch_size": 2, "eval_every": 2, "eval_rows": 0, "save_every": 2,
-    "predict_tokens": 8, "wandb": "disabled",
+    "predict_tokens": 8, "live_prompts": 0, "wandb": "disabled",
 }  # fmt: skip
 
 
@@ -74,6 +74,25 @@ def test_the_command_leaves_a_head_that_loads_and_exports(place: Path, tmp_path:
     assert json.loads((run / "manifest.json").read_text())["state"]["step"] == 3
     export.main(ExportRun(trained=str(run), out=str(tmp_path / "out"), outputs=str(tmp_path)))
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_run_may_be_selected_by_decoding_and_stopped_early(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live = {"live_prompts": 2, "live_tokens": 6, "live_temperatures": [0.0, 1.0], "patience": 1}
+    run = run_of(place, tmp_path, steps=40, eval_every=2, save_every=40, **live)
+    run.train.optim.lr = 1e-12  # nothing is learned: the second selection is no better
+    assert command.main(run) == 0
+    made = json.loads((tmp_path / "train" / "toy" / "manifest.json").read_text())
+    assert (made["selected_by"], made["stopped_early"], made["state"]["step"]) == ("live", True, 2)
+    assert made["best"]["step"] == 0 and len(made["best"]["live"]["acceptance_lengths"]) == 2
+    lines = [(line["step"], line["split"]) for line in read_log(tmp_path / "train" / "toy" / "log.jsonl")]
+    assert lines == [(0, "heldout"), (0, "live"), (1, "train"), (2, "train"), (2, "heldout"), (2, "live")]
+    told = capsys.readouterr().err
+    assert "stopped at step 2 of 40: no better head in 1 selections" in told
+    assert "best from step 0: measured acceptance length" in told
+    command.main(run)
+    assert "up to date, skipped" in capsys.readouterr().err
 
 
 def test_the_draft_vocabulary_holds_every_special_id_and_none_that_pads_the_model(place: Path, tmp_path: Path) -> None:
