@@ -6,7 +6,7 @@ from typing import Any
 from eval.cache import AttentionMasks
 from eval.drafters.head import drafter_for
 from eval.generate import Decoding, generate
-from eval.metrics import acceptance_length, position_acceptance
+from eval.metrics import Record, acceptance_length, position_acceptance
 from eval.verify import mix
 from eval.warpers import Warpers
 from heads.target import Target
@@ -27,7 +27,8 @@ def measure_acceptance(
     Acceptance length 1, as in plain decoding, where every answer ended with its first token. The head is left in the
     mode (train or eval) it came in. Raises ValueError for a prompt that fills the context.
     """
-    training, records = head.training, []
+    records: list[Record] = []
+    training = head.training
     drafter, masks = drafter_for(head, target), AttentionMasks(target)
     try:
         for n, prompt in enumerate(prompts):

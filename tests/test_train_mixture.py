@@ -79,7 +79,7 @@ def regressing(**changed: Any) -> Objective:
     """EAGLE-3 does not regress features; its shapes would do."""
     target = tiny_target(layers=4)
     head = eagle3(target, std=0.2)
-    head.regresses = True  # type: ignore[assignment]
+    head.regresses = True
     return Objective(head, target, LossSettings(**changed))
 
 

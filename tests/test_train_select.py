@@ -60,7 +60,7 @@ def test_the_head_with_the_best_measured_acceptance_is_kept_whatever_was_predict
         inner(*args)
         kept[loop.state.step] = weights(loop.head)
 
-    loop._evaluate = evaluating  # type: ignore[method-assign]
+    loop._evaluate = evaluating  # type: ignore[method-assign,assignment]
     state = loop.run()
     assert state.best == 1.9 and state.waited == 2
     assert live_lines(tmp_path) == {0: 1.0, 2: 1.5, 4: 1.9, 6: 1.2, 8: 1.8}
@@ -117,7 +117,7 @@ def test_best_and_patience_survive_a_stop(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         return inner(*args)
 
-    loop._step = stepping  # type: ignore[method-assign]
+    loop._step = stepping  # type: ignore[method-assign,assignment]
     with pytest.raises(Stopped, match="stopped at step 5"):
         loop.run()
     assert (loop.state.best, loop.state.waited) == (1.8, 1)

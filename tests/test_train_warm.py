@@ -1,21 +1,16 @@
 """A run may start from a trained head, its vocabulary map kept; what does not fit is refused with both sides named."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_train_command import place, run_of  # noqa: F401  (a fixture)
 from tiny import tiny_target
 from toys import largest_gap, vocabulary, weights
 
-from heads.eagle3 import Eagle3Config
-from heads.hub import build_head, load_head, read_facts, save_head
-from heads.medusa import MedusaConfig
-from heads.target import Target, TargetSettings
-from train import __main__ as command
+from heads.hub import build_head, save_head
+from heads.target import Target
 from train.warm import load_warm
 
 DRAFT = [1, 3, 8, 9, 40, 63]  # no counts would give this map
@@ -81,28 +76,3 @@ def test_a_head_of_another_target_and_a_folder_without_a_head_are_refused(tmp_pa
         load_warm(str(tmp_path), EAGLE3, tiny_target(layers=8))
     with pytest.raises(ValueError, match="no trained head here"):
         load_warm(str(tmp_path / "nothing"), EAGLE3, tiny_target(layers=6))
-
-
-def test_the_command_starts_from_a_head_and_keeps_its_map_through_a_resume(place: Path, tmp_path: Path) -> None:  # noqa: F811
-    target = Target.load(TargetSettings(id=str(place / "target")))
-    source = saved(tmp_path / "source", target, EAGLE3)
-    run = run_of(place, tmp_path, Eagle3Config(taps=[1, 3, 5], draft_vocab_size=6), warm_start=str(tmp_path / "source"))
-    run.train.optim.lr = 1e-6  # the head hardly moves: its start shows
-    assert command.main(run) == 0
-    folder = tmp_path / "train" / "toy"
-    trained = load_head(folder, target.spec)
-    assert torch.equal(trained.d2t, source.d2t) and largest_gap(weights(trained), weights(source)) < 1e-4
-    assert read_facts(folder)["provenance"]["train"]["warm_start"] == str(tmp_path / "source")
-
-    (folder / "manifest.json").unlink()  # killed between the last checkpoint and the manifest
-    (tmp_path / "source").rename(tmp_path / "moved")
-    assert command.main(run) == 0, "the checkpoint has all it takes"
-    assert json.loads((folder / "manifest.json").read_text())["state"]["step"] == 3
-
-
-def test_a_start_that_does_not_fit_is_refused_before_a_run_folder_is_made(place: Path, tmp_path: Path) -> None:  # noqa: F811
-    target = Target.load(TargetSettings(id=str(place / "target")))
-    saved(tmp_path / "source", target, EAGLE3)
-    with pytest.raises(ValueError, match="train.warm_start=.* this run trains 'medusa'"):
-        command.main(run_of(place, tmp_path, MedusaConfig(), warm_start=str(tmp_path / "source")))
-    assert not (tmp_path / "train" / "toy").exists()

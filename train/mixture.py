@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 
-from train.losses import FEATURE_LOSSES, LOSSES, Loss
+from train.losses import FEATURE_LOSSES, LOSSES, Loss, top_m
 
 
 @dataclasses.dataclass
@@ -53,7 +53,7 @@ class LossSettings:
 
     def mixture(self) -> dict[str, tuple[Loss, float]]:
         """Losses on logits with their weights; those of weight 0 are left out."""
-        table = {**LOSSES, "top_m": functools.partial(LOSSES["top_m"], m=self.top_m)}
+        table: dict[str, Loss] = {**LOSSES, "top_m": functools.partial(top_m, m=self.top_m)}
         return {name: (table[name], weight) for name, weight in (self.terms or {"kl": 1.0}).items() if weight}
 
     def regression(self) -> dict[str, tuple[Loss, float]]:

@@ -56,6 +56,6 @@ def _fill(head: Head, tensors: dict[str, Tensor], before: str, config: Any) -> N
                 f"head.{key}={json.dumps(theirs[key])}" for key in own if own[key] != theirs[key] and key != "init"
             ]
             raise ValueError(
-                f"{before} whose tensor {name} is {have}, this run's is {want}: set {' '.join(differ) or 'its sizes'}"
+                f"{before} whose tensor {name} is {have}, this run's is {want}: set {' '.join(differ) or 'what it was trained with'}"
             )
     head.load_state_dict(tensors, strict=True)
