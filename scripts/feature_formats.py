@@ -28,7 +28,8 @@ from heads.target import Target, TargetSettings
 from train.batches import collate
 from train.evaluate import Tally, evaluate
 from train.losses import kl, total_variation
-from train.objective import LossSettings, Objective
+from train.mixture import LossSettings
+from train.objective import Objective
 
 _CHUNK = 256  # positions whose logits exist at one moment
 

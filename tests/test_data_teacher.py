@@ -18,7 +18,8 @@ from scripts import feature_formats
 from train.batches import collate
 from train.evaluate import evaluate
 from train.losses import kl
-from train.objective import LossSettings, Objective
+from train.mixture import LossSettings
+from train.objective import Objective
 
 
 def logits(rows: int = 7, vocab_size: int = 40, spread: float = 3.0) -> torch.Tensor:

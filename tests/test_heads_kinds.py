@@ -15,7 +15,8 @@ from toys import batch_of, conversations, largest_gap, tokens, weights
 from heads.hub import build_head, load_head, save_head
 from heads.target import Target
 from train.losses import kl
-from train.objective import LossSettings, Objective, slot_counts
+from train.mixture import LossSettings
+from train.objective import Objective, slot_counts
 from train.optim import OptimSettings, build_optimizer
 
 DRAFT = [2, 3, 5, 8, 13, 21, 34, 55]

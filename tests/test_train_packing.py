@@ -17,7 +17,7 @@ from heads.target import Target, TargetOutput, TargetParityError
 from train.batches import Batch, Order, collate
 from train.features import check_packing
 from train.layout import Layout
-from train.loop import TrainSettings
+from train.settings import TrainSettings
 from train.track import read_log
 
 FAMILIES: dict[str, dict[str, Any]] = {

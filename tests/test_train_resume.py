@@ -14,7 +14,8 @@ from toys import conversations, default_signals, eagle3, largest_gap, loop_of, m
 
 from heads.hub import load_head, read_facts
 from train import checkpoint
-from train.loop import Loop, Stopped, TrainSettings
+from train.loop import Loop, Stopped
+from train.settings import TrainSettings
 from train.track import Track, read_log
 
 STEPS: dict[str, Any] = {"steps": 8, "eval_every": 3, "save_every": 8}

@@ -9,7 +9,7 @@ from data.store import PickedTaps, Store
 from heads.masks import LayerMasks, document_masks
 from heads.target import Target, TargetParityError
 from train.batches import collate
-from train.loop import TrainSettings
+from train.settings import TrainSettings
 
 
 def open_store(
