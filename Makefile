@@ -1,8 +1,8 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup check test bench demo report clean
+.PHONY: help setup check test bench bench-data prove-kills demo report clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## .venv with the exact versions of constraints.txt
 	@bash scripts/setup.sh
@@ -21,6 +21,12 @@ demo: ## the whole line on the embedded target: answers, two heads, evaluation, 
 bench: setup ## measure the heads of the last `make demo` again: acceptance, speed, report
 	rm -rf outputs/eval/bench
 	.venv/bin/python -m eval experiment=quickstart/eval name=bench
+
+bench-data: setup ## speed and memory of the data stage for 10,000 and 100,000 conversations (about 15 minutes)
+	.venv/bin/python -m scripts.bench_data
+
+prove-kills: setup ## kill -9 at random moments of regeneration and capture, resumed to the same bytes (minutes)
+	.venv/bin/python -m scripts.prove_kills --out docs/proofs/kills.txt
 
 report: ## where the HTML reports are, newest first
 	@ls -1t outputs/eval/*/report.html 2>/dev/null || echo "no report yet: make demo"

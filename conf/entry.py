@@ -28,6 +28,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -107,10 +108,24 @@ def register(stage: str, settings_type: type, schemas: Mapping[str, type]) -> No
     """Make `<stage>_settings` and each `<group>/<choice>_settings` known to Hydra's defaults lists."""
     OmegaConf.register_new_resolver("folder_name", folder_name, replace=True)
     store = ConfigStore.instance()
-    store.store(name=f"{stage}_settings", node=settings_type)
+    store.store(name=f"{stage}_settings", node=opened(OmegaConf.structured(settings_type)))
     for choice, schema in schemas.items():
         group, _, name = choice.rpartition("/")
         store.store(group=group, name=f"{name}_settings", node=schema)
+
+
+def opened(node: DictConfig) -> DictConfig:
+    """`node` with its mappings (fields of type dict) open to keys of the user's own: `heads={mine: outputs/...}`.
+
+    Hydra closes the whole configuration, which would refuse any key that a mapping's default does not have.
+    """
+    declared = OmegaConf.get_type(node)
+    if not (declared and is_dataclass(declared)):
+        OmegaConf.set_struct(node, False)
+    for _, child in node.items_ex(resolve=False):
+        if isinstance(child, DictConfig) and not (child._is_none() or child._is_missing() or child._is_interpolation()):
+            opened(child)
+    return node
 
 
 def to_settings(composed: DictConfig, settings_type: type[T]) -> T:

@@ -56,15 +56,20 @@ def launch_command(settings: LauncherSettings, processes: int, module: str, over
     return [sys.executable, "-m", "accelerate.commands.launch", *flags, *settings.extra, "-m", module, *overrides]
 
 
+def processes_to_start(settings: LauncherSettings) -> int:
+    """How many processes a relaunch would start; 1 where this process is one of them already, or alone is enough."""
+    if any(name in os.environ for name in LAUNCHED_BY):
+        return 1
+    return settings.num_processes or _visible_gpus()
+
+
 def relaunch_if_needed(settings: LauncherSettings, module: str) -> int | None:
     """Run `module` with this command's overrides under `accelerate launch` and return its exit status.
 
     None when this process should do the work itself: one process is asked for, or it was launched already.
     SIGTERM, SIGINT and SIGHUP are passed on, so that the ranks save and exit by themselves.
     """
-    if any(name in os.environ for name in LAUNCHED_BY):
-        return None
-    processes = settings.num_processes or _visible_gpus()
+    processes = processes_to_start(settings)
     if processes <= 1:
         return None
     threads = max(1, (os.cpu_count() or 1) // processes)

@@ -36,6 +36,11 @@ class RegenerateSettings:
     retries: int = 5  # further tries after a failed request
     wait_s: float = 1.0  # pause before the first of them; doubles each time, up to a minute
 
+    @property
+    def in_process(self) -> bool:
+        """Whether the target is run here: its weights are needed."""
+        return self.enabled and self.server is None
+
     def temperature_of(self, sample: int) -> float:
         """The temperature that sample number `sample` of a prompt is drawn at."""
         return self.temperatures[sample % len(self.temperatures)] if self.temperatures else self.temperature

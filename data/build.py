@@ -14,12 +14,13 @@ from typing import Any
 from data import answers, split
 from data.asking import Limits, Prompt, RegenerateSettings, to_prompt, with_samples
 from data.chat import Encoded, RowError, encode_row, truncate
-from data.files import file_sha256, write_json
+from data.files import file_sha256, naming, write_json
 from data.fingerprint import fingerprint, finished
 from data.leakage import Overlap
 from data.prompts import Columns, Row, read
 from data.records import BLOCK_BYTES, Bad
-from data.regenerate import Answers
+from data.regenerate import Answers, forget
+from data.store import DTYPES, TEACHERS
 from data.tally import Tally
 from data.template import DATE, ChatFormat
 from data.writer import RowWriter
@@ -28,13 +29,25 @@ from heads.target import Target
 
 @dataclasses.dataclass
 class CaptureSettings:
-    """Hidden states on disk; see data/capture.py."""
+    """Hidden states on disk; see data/capture.py and docs/features.md."""
 
     enabled: bool = False
     taps: list[int] | None = None  # null: [2, L//2, L-3]
-    dtype: str = "float32"  # float32 | bfloat16 | float16
+    dtype: str = "float32"  # float32 | bfloat16 | float16 | int8
+    teacher: str = "last"  # last: the last hidden state, logits are rebuilt | top_m: the top_m likeliest tokens
+    top_m: int = 32
     budget_gb: float = 20.0
     shard_rows: int = 64
+    threads: int | None = 1  # CPU threads of one process; another number rounds otherwise; null: as many as torch takes
+
+    def check(self) -> None:
+        """Refuse values that cannot be meant; what depends on the target is checked when it is there."""
+        for name, known in (("dtype", tuple(DTYPES)), ("teacher", TEACHERS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"data.capture.{name}={getattr(self, name)!r}: give one of {', '.join(known)}")
+        for name in ("top_m", "shard_rows", "threads"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"data.capture.{name}={value}: at least 1")
 
 
 @dataclasses.dataclass
@@ -70,6 +83,7 @@ class DataSettings:
         if self.answers_missing not in ("generate", "refuse"):
             raise ValueError(f"data.answers_missing={self.answers_missing!r}: give generate or refuse")
         self.regenerate.check()
+        self.capture.check()
 
 
 def build(target: Target, settings: DataSettings, folder: Path) -> dict[str, Any]:
@@ -77,8 +91,14 @@ def build(target: Target, settings: DataSettings, folder: Path) -> dict[str, Any
     settings.check()
     identity = fingerprint(target, dataclasses.asdict(settings))
     if manifest := finished(folder, identity):
+        forget(folder)  # a run that was killed between its manifest and this
         print(f"data: {folder} is up to date ({manifest['counts']['kept']} rows), nothing to do", file=sys.stderr)
         return manifest
+    with naming(folder):
+        return _make(target, settings, folder, identity)
+
+
+def _make(target: Target, settings: DataSettings, folder: Path, identity: str) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "manifest.json").unlink(missing_ok=True)
     chat = ChatFormat(target.tokenizer, date=settings.date)
@@ -101,47 +121,41 @@ def build(target: Target, settings: DataSettings, folder: Path) -> dict[str, Any
         "files": {p.name: file_sha256(p) for p in sorted(folder.iterdir()) if p.is_file() and p.name in writer.names},
     }
     write_json(folder / "manifest.json", manifest)
+    forget(folder)
     return manifest
 
 
 def _chosen(settings: DataSettings, writer: RowWriter) -> Iterator[tuple[Row, str, str]]:
     """(row, key, split) of the rows that take part, in file order; the others are written to the rejects.
 
-    Three passes over the source: the first proves that all of it can be read, before any work starts, and holds a few
-    hashes a row; the second knows what is held out; only the third holds rows, one at a time.
+    Three passes over the source: the first proves that all of it can be read, before any work starts, and plans the
+    split; the second knows what is held out; only the third works on rows, and never holds more than one.
     """
     unique = split.user_key if settings.regenerate.enabled else split.whole_key
-    items: dict[str, split.Item] = {}
-    given: dict[str, split.Item] = {}  # held out because of the file they stand in
+    plan = split.Plan(settings.heldout_share, settings.limit)
     trial = Tally(writer.tally.source)
-    for sources, found in ((settings.heldout_source, given), (settings.source, items)):
+    for sources, given in ((settings.heldout_source, True), (settings.source, False)):
         for row in _read(settings, sources):
             if isinstance(row, Bad):
                 trial.drop(row)
             else:
                 trial.read += 1
-                if unique(row) not in given:
-                    found.setdefault(unique(row), split.Item(unique(row), split.user_key(row), row.route))
+                plan.add(unique(row), split.user_key(row), row.route, given)
     trial.check_share(settings.min_kept_share)
-    sides = split.assign(items.values(), settings.heldout_share, settings.limit)
-    writer.limited = len(items) - len(sides)
-    sides |= dict.fromkeys(given, "heldout")
-    items |= given
-    held = _protected(settings, {name for name, side in sides.items() if side == "heldout"}, unique)
-    seen: set[str] = set()
+    plan.decide()
+    writer.limited = plan.left_out
+    held = _protected(settings, plan, unique)
     for row in _read(settings, [*settings.source, *settings.heldout_source]):
         if isinstance(row, Bad):
             writer.drop(row)
-        elif (name := unique(row)) in seen:
+        elif not plan.meet(name := unique(row)):
             writer.drop(Bad(row.file, row.line, "exact_repeat", f"id {row.id}"))
-        else:
-            seen.add(name)
-            side = sides.get(name)
+        elif (side := plan.side(name)) is not None:
             leak = held.find(row) if side == "train" else None
             if leak is not None:
                 writer.drop(Bad(row.file, row.line, leak[0], f"the user text of {leak[1]}"))
-            elif side is not None:
-                yield row, items[name].key, side
+            else:
+                yield row, split.user_key(row), side
 
 
 def _read(settings: DataSettings, sources: Iterable[str]) -> Iterator[Row | Bad]:
@@ -149,11 +163,11 @@ def _read(settings: DataSettings, sources: Iterable[str]) -> Iterator[Row | Bad]
         yield from read(source, settings.block_bytes, settings.hub_split, settings.hub_config, settings.columns)
 
 
-def _protected(settings: DataSettings, heldout: set[str], unique: Callable[[Row], str]) -> Overlap:
+def _protected(settings: DataSettings, plan: split.Plan, unique: Callable[[Row], str]) -> Overlap:
     """Everything that training must not see: the rows held out and the evaluation sets (under our own field names)."""
     held = Overlap()
-    for row in _read(settings, [*settings.source, *settings.heldout_source]) if heldout else ():
-        if isinstance(row, Row) and unique(row) in heldout:
+    for row in _read(settings, [*settings.source, *settings.heldout_source]) if plan.holds_out else ():
+        if isinstance(row, Row) and plan.side(unique(row)) == "heldout":
             held.add(row)
     for source in settings.evaluation_sets:
         unread = 0

@@ -74,8 +74,8 @@ def prompt_ids(chat: ChatFormat, messages: list[Message], tools: list[Any] | Non
 
 
 def has_content(message: Message) -> bool:
-    """Whether an assistant message holds anything. An empty one stays in the context and is not supervised at all."""
-    return message["role"] == "assistant" and bool(message["content"] or message.get("tool_calls"))
+    """Whether an assistant message holds more than white space. If not, it is context and not supervised at all."""
+    return message["role"] == "assistant" and bool(message["content"].strip() or message.get("tool_calls"))
 
 
 def encode_ids(chat: ChatFormat, ids: list[int], mask: list[bool]) -> Encoded:

@@ -1,10 +1,19 @@
-"""Hashes, atomic JSON and free disk space."""
+"""Hashes, atomic JSON, free disk space, and one error for a disk that is full."""
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def file_sha256(path: Path) -> str:
@@ -16,13 +25,40 @@ def file_sha256(path: Path) -> str:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write JSON so that a reader sees the old file or the whole new one."""
+    """Write JSON so that a reader sees the old file or the whole new one. Raises OSError naming the file."""
     temporary = path.with_suffix(path.suffix + ".tmp")
-    with temporary.open("w", encoding="utf-8") as stream:
-        json.dump(value, stream, indent=1, ensure_ascii=False)
-        stream.flush()
-        os.fsync(stream.fileno())
+    try:
+        with temporary.open("w", encoding="utf-8") as stream:
+            json.dump(value, stream, indent=1, ensure_ascii=False)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:  # a full disk does not say which file
+        raise OSError(error.errno, error.strerror, str(path)) from error
     os.replace(temporary, path)
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file so that a reader sees the old file or the whole new one. Raises OSError."""
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    try:
+        save_file(dict(tensors), temporary)
+    except SafetensorError as error:  # what the library makes of an OSError
+        raise OSError(f"{path} could not be written: {error}") from error
+    os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def naming(folder: Path) -> Iterator[None]:
+    """A full disk says neither which one it is nor what to do: an OSError that does."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise OSError(
+            f"{folder} could not be written ({error.strerror}): make room, then run the same command again; it goes on "
+            "from the answers that were finished"
+        ) from error
 
 
 def free_bytes(folder: Path) -> int:

@@ -95,13 +95,17 @@ def read(
 def _hub(name: str, split: str, config: str | None) -> Iterator[tuple[int, Any]]:
     import datasets
 
+    number = 0
     try:
-        stream = datasets.load_dataset(name, config, split=split, streaming=True)
+        for value in datasets.load_dataset(name, config, split=split, streaming=True):
+            number += 1
+            yield number, without_nulls(value)
     except Exception as error:  # the library raises a dozen types for a missing name, split or connection
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"source {name!r} is neither a file nor a Hub dataset that could be read: {reason}") from error
-    for number, value in enumerate(stream, start=1):
-        yield number, without_nulls(value)
+        where = f" (row {number + 1})" if number else ""
+        raise ValueError(
+            f"source {name!r} is neither a file nor a Hub dataset that could be read{where}: {reason}"
+        ) from error
 
 
 def _rows(

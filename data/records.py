@@ -10,13 +10,19 @@ import gzip
 import io
 import json
 import lzma
+import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from pyarrow import ArrowInvalid
+
 BLOCK_BYTES = 1 << 20
 MAX_ELEMENT_CHARS = 1 << 28  # one element of a JSON array; beyond this the bracket is surely missing
+DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, ArrowInvalid)  # of a whole file, not of a record
+NO_UTF8 = re.compile("[\udc80-\udcff]")
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".jsonl.gz", ".jsonl.xz", ".json.gz", ".json.xz")
 
 
@@ -51,6 +57,15 @@ def records(path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, A
         raise ValueError(f"block_bytes={block_bytes}: the reader needs blocks of at least 1 byte")
     if not path.is_file():
         raise ValueError(f"{path}: no such data file")
+    try:
+        yield from _records(path, block_bytes)
+    except DataError:
+        raise
+    except (*DAMAGED, UnicodeDecodeError) as error:
+        raise DataError("damaged_file", f"{path}: the file is cut short or damaged ({error})") from error
+
+
+def _records(path: Path, block_bytes: int) -> Iterator[tuple[int, Any] | Bad]:
     name = path.name.removesuffix(".gz").removesuffix(".xz")
     if name.endswith(".parquet"):
         yield from _parquet(path)
@@ -145,15 +160,30 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _csv(path: Path) -> Iterator[tuple[int, Any] | Bad]:
+    """Rows of a table with a header line; one that cannot be read is Bad and the next goes on."""
+    csv.field_size_limit(MAX_ELEMENT_CHARS)  # the library's own limit, 128 KB, is below a long document
     with open_bytes(path) as stream:
-        reader = csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""))
-        line = reader.line_num
-        try:
-            for value in reader:
-                yield line + 2 if line == 0 else line + 1, {k: v for k, v in value.items() if k and v is not None}
-                line = reader.line_num
-        except (csv.Error, UnicodeDecodeError) as error:
-            yield Bad(str(path), line + 1, "malformed_csv", str(error))
+        # bytes that are no UTF-8 become lone surrogates, so that they spoil their own row alone
+        text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        reader = csv.reader(text, strict=True)  # or a quote that is never closed would swallow every row after it
+        header: list[str] | None = None
+        while True:
+            line = reader.line_num + 1
+            try:
+                cells = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield Bad(str(path), line, "malformed_csv", str(error))
+                continue
+            if not cells or header is None:
+                header = cells or header
+                continue
+            value = {name: cell for name, cell in zip(header, cells, strict=False) if name}
+            if any(NO_UTF8.search(cell) for cell in value.values()):
+                yield Bad(str(path), line, "invalid_utf8", "a byte of the row is not UTF-8")
+            else:
+                yield line, value
 
 
 def without_nulls(value: Any) -> Any:

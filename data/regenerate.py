@@ -1,7 +1,8 @@
 """The target answers each user turn in turn; exact ids are kept, and an interrupted run goes on where it stopped.
 
     <partial file>   header line, then one line per finished conversation, appended as they come (fsync)
-    answers.jsonl    all of them in row order, written when the last is there
+    answers.jsonl    all of them in row order, written when the last is there; `forget` then removes the partial file,
+                     once nothing can be lost any more
 
 A resumed run gives the same bytes as an uninterrupted one: the batches are planned from all prompts, a torn last line
 is cut, and a batch that lost any row is decoded again whole, because the rounding of a matrix product depends on its
@@ -24,13 +25,22 @@ from data.template import ChatFormat
 from heads.target import Target
 
 
+def partial_file(folder: Path) -> Path:
+    return folder / "answers.partial.jsonl"
+
+
+def forget(folder: Path) -> None:
+    """Remove the partial file of a data folder that is whole."""
+    partial_file(folder).unlink(missing_ok=True)
+
+
 class Answers:
     """Answers of one target to a list of prompts, in `folder`."""
 
     def __init__(self, target: Target, chat: ChatFormat, settings: RegenerateSettings, folder: Path) -> None:
         settings.check()
         self.target, self.chat, self.settings, self.folder = target, chat, settings, folder
-        self.partial, self.final = folder / "answers.partial.jsonl", folder / "answers.jsonl"
+        self.partial, self.final = partial_file(folder), folder / "answers.jsonl"
         # a revision or template that changed must never continue an old file
         self.origin = {
             "target": target.spec.name,
@@ -60,7 +70,6 @@ class Answers:
             else:
                 self._ask(todo, done)
         _write_lines(self.final, ({**given.get(p.name, done.get(p.name, {})), "split": p.split} for p in prompts))
-        self.partial.unlink(missing_ok=True)
         return self.final
 
     def _decode(self, todo: list[Prompt], done: dict[str, dict[str, Any]]) -> None:

@@ -1,6 +1,7 @@
 """Rows of a data folder for training and evaluation, refused when they were made for another target."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,19 +60,23 @@ def load(folder: str | Path, split: str, spec: TargetSpec | None = None) -> list
 
     Raises ValueError when the folder is not finished, belongs to another target, or the split is empty.
     """
+    rows = list(stream(folder, split, spec))
+    if not rows:
+        raise ValueError(f"{folder}: the {split} split is empty; raise data.heldout_share or give more conversations")
+    return rows
+
+
+def stream(folder: str | Path, split: str, spec: TargetSpec | None = None) -> Iterator[DataRow]:
+    """The rows of `load` one by one, none of them held; an empty split gives none."""
     manifest(folder, spec)
     path = Path(folder) / f"{split}.jsonl"
     if not path.is_file():
         raise ValueError(f"{path}: no such split; a data folder holds train.jsonl and heldout.jsonl")
-    rows = []
-    with path.open(encoding="utf-8") as stream:
-        for index, line in enumerate(stream):
+    with path.open(encoding="utf-8") as lines:
+        for index, line in enumerate(lines):
             row = json.loads(line)
             spans = [(a, b) for a, b in row["spans"]]
-            rows.append(DataRow(index, row["id"], row["key"], row["route"], row["ids"], spans))
-    if not rows:
-        raise ValueError(f"{path}: the {split} split is empty; raise data.heldout_share or give more conversations")
-    return rows
+            yield DataRow(index, row["id"], row["key"], row["route"], row["ids"], spans)
 
 
 def counts(folder: str | Path) -> Tensor:

@@ -6,8 +6,10 @@ conversations with the same user side can never stand on both sides.
 
 import hashlib
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from array import array
+
+import numpy as np
+from numpy.typing import NDArray
 
 from data.prompts import Row
 
@@ -31,44 +33,96 @@ def is_heldout(key: str, share: float) -> bool:
     return int(key[:15], 16) / 16**15 < share
 
 
-@dataclass(frozen=True)
-class Item:
-    """What the split needs to know of a row: `unique` tells repeats, `key` decides the side."""
+class Plan:
+    """The side of every conversation of a source: `add` all of them, `decide`, then ask for one by its `unique` hash.
 
-    unique: str
-    key: str
-    route: str
-
-
-def assign(items: Iterable[Item], heldout_share: float, limit: int | None = None) -> dict[str, str]:
-    """`unique` -> "train" | "heldout" for the rows that take part.
-
-    With `limit`, that many rows, spread evenly over routes, in hash order, with heldout_share of them held out, and at
-    least one. Where no row falls under the share, the lowest key is held out.
+    17 bytes a conversation, 29 with a limit: a source of any length is planned without holding one of its rows. Hashes
+    are cut to 64 bits; among a billion conversations the chance of any two being taken for a repeat is 3%.
     """
-    sides: dict[str, list[Item]] = {"train": [], "heldout": []}
-    for item in items:
-        sides["heldout" if is_heldout(item.key, heldout_share) else "train"].append(item)
-    if heldout_share > 0 and not sides["heldout"] and len(sides["train"]) > 1:
-        lowest = min(item.key for item in sides["train"])
-        sides["heldout"] = [i for i in sides["train"] if i.key == lowest]
-        sides["train"] = [i for i in sides["train"] if i.key != lowest]
-    if limit is not None:
-        heldout = min(len(sides["heldout"]), max(1, round(limit * heldout_share))) if heldout_share > 0 else 0
-        sides = {
-            "heldout": _balanced(sides["heldout"], heldout),
-            "train": _balanced(sides["train"], max(0, limit - heldout)),
-        }
-    return {item.unique: side for side, chosen in sides.items() for item in chosen}
+
+    def __init__(self, heldout_share: float, limit: int | None = None) -> None:
+        self.heldout_share, self.limit = heldout_share, limit
+        self.routes: dict[str, int] = {}
+        codes = {"unique": "Q", "key": "Q", "given": "B", "order": "Q", "route": "I"}
+        self._added = {name: array(code) for name, code in codes.items()}
+
+    def add(self, unique: str, key: str, route: str, heldout: bool = False) -> None:
+        """`unique` tells repeats, `key` decides the side (both hex); routes share a limit evenly.
+
+        With `heldout` it is held out whatever its key, beside the share and the limit of the others.
+        """
+        self._added["unique"].append(_head(unique))
+        self._added["key"].append(_head(key))
+        self._added["given"].append(heldout)
+        if self.limit is not None:
+            self._added["order"].append(_head(key[16:]))  # another part of the hash than the one that makes the split
+            self._added["route"].append(self.routes.setdefault(route, len(self.routes)))
+
+    def decide(self) -> None:
+        """Fix the sides. Of repeats, the first counts. Where no conversation falls under the share, the lowest key is
+        held out. With `limit`, that many, evenly over routes, in hash order, heldout_share of them (at least one) held
+        out.
+        """
+        columns = {name: np.array(values) for name, values in self._added.items()}
+        self._added.clear()
+        self.known, first = np.unique(columns["unique"], return_index=True)
+        keys, given = columns["key"][first], columns["given"][first].astype(bool)
+        heldout = ((keys >> 4) / 16**15 < self.heldout_share) & ~given  # is_heldout
+        if self.heldout_share > 0 and not heldout.any() and (~given).sum() > 1:
+            heldout = (keys == keys[~given].min()) & ~given
+        self.taken = np.ones(len(keys), dtype=bool)
+        if self.limit is not None:
+            self.taken = given.copy()
+            held = min(int(heldout.sum()), max(1, round(self.limit * self.heldout_share)))
+            held = held if self.heldout_share > 0 else 0
+            order, route = columns["order"][first], columns["route"][first]
+            for side, count in ((heldout, held), (~heldout & ~given, max(0, self.limit - held))):
+                chosen = np.flatnonzero(side)
+                self.taken[chosen[self._balanced(order[chosen], route[chosen])[:count]]] = True
+        self.heldout = heldout | given
+        self._met = np.zeros(len(keys), dtype=bool)
+
+    def _balanced(self, order: NDArray[np.uint64], route: NDArray[np.uint32]) -> NDArray[np.intp]:
+        """Positions, round robin over routes by name: orders [7, 5, 9] of routes [b, b, a] -> [2, 1, 0]."""
+        by_name = np.argsort(np.argsort(list(self.routes)))[route] if self.routes else route
+        sorted_ = np.lexsort((order, by_name))  # ties keep the order of `known`
+        starts = np.searchsorted(by_name[sorted_], by_name[sorted_])
+        rounds = np.arange(len(order)) - starts
+        return sorted_[np.lexsort((by_name[sorted_], rounds))]
+
+    def place(self, unique: str) -> int:
+        """Position of a conversation in the plan. Raises ValueError for one that was not added."""
+        head = _head(unique)
+        at = int(np.searchsorted(self.known, np.uint64(head)))
+        if at == len(self.known) or int(self.known[at]) != head:
+            raise ValueError("a source changed while it was read: run the command again")
+        return at
+
+    def side(self, unique: str) -> str | None:
+        """ "train" or "heldout"; None for a conversation that the limit leaves out."""
+        at = self.place(unique)
+        return ("heldout" if self.heldout[at] else "train") if self.taken[at] else None
+
+    def meet(self, unique: str) -> bool:
+        """True the first time that this conversation is met, False for its repeats."""
+        at = self.place(unique)
+        first = not self._met[at]
+        self._met[at] = True
+        return first
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether any conversation is held out."""
+        return bool((self.heldout & self.taken).any())
+
+    @property
+    def left_out(self) -> int:
+        """How many conversations the limit leaves out."""
+        return int((~self.taken).sum())
 
 
-def _balanced(items: list[Item], count: int) -> list[Item]:
-    """Round robin over routes, each in the order of another part of the hash than the one that made the split."""
-    routes: dict[str, list[Item]] = {}
-    for item in sorted(items, key=lambda i: (i.key[16:], i.unique)):
-        routes.setdefault(item.route, []).append(item)
-    rounds = max((len(r) for r in routes.values()), default=0)
-    return [routes[r][n] for n in range(rounds) for r in sorted(routes) if n < len(routes[r])][:count]
+def _head(digest: str) -> int:
+    return int(digest[:16], 16)
 
 
 def _digest(value: object) -> str:

@@ -1,5 +1,6 @@
 """The files of a data folder, written under temporary names and moved into place together."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -7,9 +8,8 @@ from collections import Counter
 from pathlib import Path
 from typing import IO, Any
 
-from safetensors.torch import save_file
-
 from data.chat import Encoded
+from data.files import save_tensors
 from data.records import Bad, DataError
 from data.tally import Tally
 from data.vocab import TokenCounter
@@ -25,15 +25,19 @@ class RowWriter:
         self.counter = TokenCounter(target.spec.vocab_size)
         self.sides: Counter[str] = Counter()
         self.streams: dict[str, IO[str]] = {}
+        self._open = contextlib.ExitStack()  # closes every stream, also where closing one fails: the disk may be full
 
     def __enter__(self) -> "RowWriter":
         for name in ("train", "heldout", "rejects"):
-            self.streams[name] = (self.folder / f"{name}.jsonl.tmp").open("w", encoding="utf-8")
+            path = self.folder / f"{name}.jsonl.tmp"
+            self.streams[name] = self._open.enter_context(path.open("w", encoding="utf-8"))
         return self
 
     def __exit__(self, *error: object) -> None:
-        for stream in self.streams.values():
-            stream.close()
+        with self._open:
+            for stream in self.streams.values():
+                stream.flush()
+                os.fsync(stream.fileno())
 
     def drop(self, bad: Bad, counted: bool = True) -> None:
         """`counted` is false for a part of a conversation that is counted already: it is listed all the same."""
@@ -59,9 +63,8 @@ class RowWriter:
         self.tally.check(min_kept_share)
         if not self.sides["train_supervised"]:
             raise DataError("no_training_rows", f"{self.tally.source}: no row is left for training")
-        temporary = self.folder / "counts.safetensors.tmp"
-        save_file({"counts": self.counter.total()}, temporary)
-        for name in ("train.jsonl", "heldout.jsonl", "rejects.jsonl", "counts.safetensors"):
+        save_tensors(self.folder / "counts.safetensors", {"counts": self.counter.total()})
+        for name in ("train.jsonl", "heldout.jsonl", "rejects.jsonl"):
             os.replace(self.folder / f"{name}.tmp", self.folder / name)
         self.tally.read += self.limited  # read = kept + dropped + limited
         names = (f"{side}{part}" for side in ("train", "heldout") for part in ("", "_tokens", "_supervised"))

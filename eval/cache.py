@@ -21,9 +21,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from eval.tree import ancestors, depths
+from heads.masks import LayerMasks
 from heads.target import Target
-
-ROLLS_BACK = {"full_attention", "sliding_attention"}
 
 
 class KVCache(Cache):
@@ -184,44 +183,23 @@ class AttentionMasks:
     """The 4-D masks a target needs per pass: windowed where its layers are, in the form its attention takes."""
 
     def __init__(self, target: Target) -> None:
-        config, name = target.config, target.spec.name
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if bad := sorted(kinds - ROLLS_BACK):
+        self.layers = LayerMasks(target, "their state cannot roll back after a refused draft")
+        if getattr(target.config, "num_kv_shared_layers", 0):
             raise ValueError(
-                f"target {name!r} has layers of type {', '.join(bad)}: their state cannot roll back after a refused "
-                "draft; use a target with full or sliding-window attention only"
+                f"target {target.spec.name!r} shares KV between layers, which drafthead's cache does not hold"
             )
-        if getattr(config, "num_kv_shared_layers", 0):
-            raise ValueError(f"target {name!r} shares KV between layers, which drafthead's cache does not hold")
-        self.kinds = kinds
-        self.window = getattr(config, "sliding_window", None)
-        if "sliding_attention" in kinds and self.window is None:
-            raise ValueError(f"target {name!r} has sliding-window layers but its config gives no sliding_window")
-        self.uniform_window = None
-        if not getattr(config, "layer_types", None) and getattr(config, "use_sliding_window", True):
-            self.uniform_window = self.window  # Mistral: every layer
-        self.additive = getattr(config, "_attn_implementation", "sdpa") == "eager"
-        self.dtype = next(target.model.parameters()).dtype
 
     def __call__(self, cache: KVCache, rows: "int | Trees", device: torch.device | None = None) -> Any:
         """Mask of a pass over T tokens of text (int) or over drafted trees: [B, 1, T, KV], a dict of them per layer
         type, or None where plain causal attention is the same."""
-        if len(self.kinds) > 1:
-            return {kind: self._one(cache, rows, device, kind == "sliding_attention") for kind in sorted(self.kinds)}
-        sliding = self.kinds == {"sliding_attention"} or self.uniform_window is not None
+        layers, lengths = self.layers, cache.active
         T = rows if isinstance(rows, int) else rows.T
-        lengths = cache.active
         alone = min(lengths) == max(lengths)
-        fits = not sliding or max(lengths) + T <= (self.window or 0)
+        fits = not layers.slides or max(lengths) + T <= (layers.window or 0)
+        causal = T == 1 or (isinstance(rows, int) and lengths[0] == 0)
         # one query over its whole cache, or a first pass: attention's own causal path is exact, and needs no mask
-        if alone and fits and not self.additive and (T == 1 or (isinstance(rows, int) and lengths[0] == 0)):
+        if len(layers.kinds) == 1 and alone and fits and not layers.additive and causal:
             return None
-        mask = self._one(cache, rows, device, sliding)
-        return {"sliding_attention": mask} if self.kinds == {"sliding_attention"} else mask
-
-    def _one(self, cache: KVCache, rows: "int | Trees", device: torch.device | None, sliding: bool) -> Tensor:
-        window = self.window if sliding else None
-        mask = cache.mask(rows, device, window) if isinstance(rows, int) else rows.mask(cache, device, window)
-        if not self.additive:
-            return mask
-        return torch.zeros(mask.shape, dtype=self.dtype, device=device).masked_fill(~mask, torch.finfo(self.dtype).min)
+        if isinstance(rows, int):
+            return layers(lambda window: cache.mask(rows, device, window))
+        return layers(lambda window: rows.mask(cache, device, window))

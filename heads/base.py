@@ -33,6 +33,9 @@ class Head(nn.Module):
 
     parallel = False  # drafts all steps at once
     uses_cache = False  # keeps something of every true slot, not of the newest only
+    regresses = False  # the hidden state of step i at slot t stands for the target's last feature at t + 1 + i
+    reads_last = True  # `forward` reads HeadInput.last; False: taps alone, so that captures without it will do
+    max_slots: int | None = None  # slots trained per conversation and step, drawn at random; None: all
 
     d2t: Tensor
     t2d: Tensor

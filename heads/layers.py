@@ -23,7 +23,7 @@ class HeadInput:
     `documents` numbers the conversation of each position (padding: -1), so that no slot looks across a boundary.
     """
 
-    last: Tensor  # [B, T, H] the target's last feature
+    last: Tensor  # [B, T, H] the target's last feature; [B, T, 0] where the head does not read it and none was kept
     taps: Tensor | None  # [B, T, n, H]
     embeddings: Tensor  # [B, T, H] of x_t itself: a head shifts them
     positions: Tensor  # [B, T] int64, restarting at 0 with each document
@@ -100,6 +100,16 @@ class LayerCache:
             for held in (self.keys, self.values):
                 held[:] = [x if x is None else torch.cat([x, x.new_zeros(more, *x.shape[1:])]) for x in held]
         self.lengths[row] = 0
+
+    def read(self, layer: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """What is held, leaving it as it is: keys, values [B, KV, longest, d], mask [B, 1, 1, longest] of real entries.
+
+        At least one entry must have been written.
+        """
+        keys, values, longest = self.keys[layer], self.values[layer], int(self.lengths.max())
+        assert keys is not None and values is not None, "nothing written yet"
+        mask = (torch.arange(longest) < self.lengths[:, None]).to(keys.device)
+        return keys[:, :, :longest], values[:, :, :longest], mask[:, None, None]
 
     def crop(self, lengths: Tensor) -> None:
         """Roll every row back to `lengths` [B]."""

@@ -73,8 +73,8 @@ class Target:
             self._pack()
 
     @classmethod
-    def load(cls, settings: TargetSettings) -> "Target":
-        """Load by embedded name, folder or Hub id.
+    def load(cls, settings: TargetSettings, weights: bool = True) -> "Target":
+        """Load by embedded name, folder or Hub id; without `weights`, all that its `spec` says and nothing to run.
 
         Raises ValueError when the target is missing, is no decoder, or carries no chat template.
         """
@@ -86,7 +86,10 @@ class Target:
             options["revision"] = settings.revision
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, **options)
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, settings.dtype), **options)
+            if weights:
+                model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, settings.dtype), **options)
+            else:
+                model = _weightless(path, settings, options)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"target.id={settings.id!r} could not be loaded: give {EMBEDDED!r}, a model folder or a Hub id "
@@ -98,7 +101,7 @@ class Target:
                 "file into its folder"
             )
         revision = revision or str(getattr(model.config, "_commit_hash", None) or _folder_revision(path))
-        return cls(model, tokenizer, name=name, revision=revision, packed=settings.packed)
+        return cls(model, tokenizer, name=name, revision=revision, packed=settings.packed and weights)
 
     @property
     def device(self) -> torch.device:
@@ -106,6 +109,8 @@ class Target:
 
     def to(self, device: torch.device) -> "Target":
         self.model.to(device)
+        if self._packed_head is not None:
+            self._packed_head.to(device)
         return self
 
     def forward(
@@ -115,9 +120,9 @@ class Target:
         taps: Sequence[int] = (),
         cache: Any = None,
         positions: Tensor | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | dict[str, Tensor] | None = None,
     ) -> TargetOutput:
-        """One pass over ids [B, T]; a 4-D mask [B, 1, T, KV] goes straight to attention, None means causal.
+        """One pass over ids [B, T]; 4-D masks [B, 1, T, KV] (heads/masks.py) go straight to attention, None: causal.
 
         Right padding needs no mask: under a causal mask no real position can see it.
         """
@@ -200,6 +205,19 @@ class Target:
                 if type(child) is nn.Linear:
                     setattr(module, name, PackedLinear(child.weight, child.bias))
         self._packed_head = PackedLinear(*self.lm_head())
+
+
+def _weightless(path: str, settings: TargetSettings, options: dict[str, Any]) -> Any:
+    """The model as `from_pretrained` builds it, its tensors on the meta device: no memory, no weights downloaded."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    config = AutoConfig.from_pretrained(path, **options)
+    trust = {"trust_remote_code": settings.trust_remote_code}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings.dtype), **trust)
+    with contextlib.suppress(OSError):  # a model without one: what its config says is all there is
+        model.generation_config = GenerationConfig.from_pretrained(path, **options)
+    return model
 
 
 def _decoder(model: Any, name: str) -> Any:

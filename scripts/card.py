@@ -135,19 +135,31 @@ def budget_facts(facts: dict[str, Any]) -> list[str]:
     made = facts["provenance"]
     train, found = made.get("train", {}), []
     if "step" in made:
+        by = "measured" if made.get("selected_by") == "live" else "predicted"
         total = f" of {train['steps']:,}" if "steps" in train else ""
-        found.append(f"This head: step {made['step']:,}{total}, the best by predicted acceptance length")
+        found.append(f"This head: step {made['step']:,}{total}, the best by {by} acceptance length")
     if "tokens" in made:
         found.append(f"Trained positions up to that step: {made['tokens']:,}")
     if seconds := seconds_at(Path(facts["folder"]), made.get("step")):
         found.append(f"Training time up to that step: {seconds:,.0f} s (steps alone, on the machine of the run)")
     if train:
         optim, loss = train.get("optim", {}), train.get("loss", {})
+        weights = {**(loss.get("terms") or {"kl": 1.0}), **loss.get("feature", {})}
+        terms = " + ".join(f"{weight:g} {name}" for name, weight in weights.items() if weight)
         found.append(
-            f"Batch: {train.get('batch_size')} conversations; AdamW, lr {optim.get('lr')}; loss {loss.get('name')}, "
-            f"step weight {loss.get('step_decay')}^i; seed {train.get('seed')}"
+            f"Batch: {train.get('batch_size')} conversations; AdamW, lr {optim.get('lr')}; loss {terms}; step weights "
+            f"{step_weights(loss)}; seed {train.get('seed')}"
         )
     return found
+
+
+def step_weights(loss: dict[str, Any]) -> str:
+    """How the steps of a draft were weighted, as docs/training.md spells it."""
+    if loss.get("step_weights"):
+        return ", ".join(f"{weight:g}" for weight in loss["step_weights"])
+    if gamma := loss.get("position_gamma"):
+        return f"exp(-i/{gamma:g})"
+    return f"{loss.get('step_decay')}^i"
 
 
 def seconds_at(folder: Path, step: int | None) -> float | None:

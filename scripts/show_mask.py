@@ -1,6 +1,7 @@
 """Show which tokens a chat template and tokenizer put under the loss, conversation by conversation.
 
-    python -m scripts.show_mask FILE --tokenizer DIR_OR_ID [--template FILE] [--max-length N] [--block-bytes N] [--json]
+    python -m scripts.show_mask FILE --tokenizer DIR_OR_ID [--template FILE] [--date DAY] [--last-turn-only]
+        [--max-length N] [--block-bytes N] [--json]
 
 Green: supervised (what the assistant produces, end of turn included). Dim: context. With --json, one object per record:
 line, keep, reason, n_tokens, n_supervised, spans (token positions, end exclusive), supervised (texts).
@@ -21,7 +22,7 @@ from data.chat import Encoded, RowError, encode_row
 from data.prompts import read
 from data.records import BLOCK_BYTES, Bad, DataError
 from data.tally import Tally
-from data.template import ChatFormat
+from data.template import DATE, ChatFormat
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,11 +31,13 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(highlight=False, soft_wrap=True)
     tally = Tally(options.file)
     try:
-        chat = ChatFormat(_tokenizer(options.tokenizer), _template(options.template))
+        chat = ChatFormat(_tokenizer(options.tokenizer), _template(options.template), date=options.date)
         for row in read(options.file, options.block_bytes):
             line, encoded = row.line, None
             try:
-                encoded = row if isinstance(row, Bad) else encode_row(chat, row, options.max_length)
+                encoded = (
+                    row if isinstance(row, Bad) else encode_row(chat, row, options.max_length, options.last_turn_only)
+                )
             except RowError as error:
                 encoded = Bad(options.file, line, error.reason, error.detail)
             if isinstance(encoded, Bad):
@@ -62,6 +65,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", default="smollm2-135m", help="folder, Hub id, or smollm2-135m (embedded)")
     parser.add_argument("--template", help="chat template file: Jinja, or JSON with a chat_template field")
     parser.add_argument("--max-length", type=int, help="cut rows after this many tokens")
+    parser.add_argument("--last-turn-only", action="store_true", help="supervise the last answer alone")
+    parser.add_argument("--date", default=DATE, help="the day on which templates that print it render (data.date)")
     parser.add_argument("--block-bytes", type=int, default=BLOCK_BYTES, help="block size of the reader")
     parser.add_argument("--show", type=int, default=20, help="conversations printed in colour (statistics cover all)")
     parser.add_argument("--json", action="store_true", help="one JSON object per record instead of colours")
@@ -96,7 +101,8 @@ def _template(name: str | None) -> str | None:
 
 def _as_dict(chat: ChatFormat, line: int, row: Encoded | Bad) -> dict[str, Any]:
     if isinstance(row, Bad):
-        return {"line": line, "keep": False, "reason": row.reason, "detail": row.detail}
+        nothing: dict[str, Any] = {"n_tokens": 0, "n_supervised": 0, "spans": [], "supervised": []}
+        return {"line": line, "keep": False, "reason": row.reason, "detail": row.detail, **nothing}
     return {
         "line": line,
         "keep": True,

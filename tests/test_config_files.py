@@ -106,3 +106,12 @@ def test_an_experiment_states_the_command_that_runs_it_and_composes(path: Path) 
     module, override = command.groups()
     assert override == f"experiment={path.relative_to(CONF / 'experiment').with_suffix('')}"
     assert is_dataclass(composed(module.rpartition(".")[2], override)[1])
+
+
+@pytest.mark.parametrize("overrides", [["train.loss.terms={neg_log_alpha: 1, js: 2}"],
+                                       ["train.loss.terms.neg_log_alpha=1", "train.loss.terms.js=2"]])  # fmt: skip
+def test_a_mapping_takes_keys_of_the_users_own(overrides: list[str]) -> None:
+    assert composed("train", *overrides)[1].train.loss.terms == {"neg_log_alpha": 1.0, "js": 2.0}
+    with pytest.raises(ValueError, match="train.loss.terms='mse' must be one of"):
+        composed("train", "train.loss.terms={mse: 1}")
+    assert composed("eval", "heads={mine: outputs/train/mine}")[1].heads["mine"] == "outputs/train/mine"

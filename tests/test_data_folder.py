@@ -15,7 +15,7 @@ from data.asking import RegenerateSettings
 from data.build import CaptureSettings, DataSettings, build
 from data.capture import capture
 from data.records import DataError
-from data.store import Store
+from data.store import Contents, Store
 from heads.spec import default_taps
 from heads.target import Target
 
@@ -130,14 +130,14 @@ def made(target: Target, tmp_path: Path) -> Path:
 
 def test_captured_features_equal_a_live_forward_exactly(target: Target, made: Path, tmp_path: Path) -> None:
     settings = CaptureSettings(shard_rows=4)
-    store = Store(capture(target, settings, made, "train", tmp_path), target.spec, default_taps(8))
+    store = Store(capture(target, settings, made, "train", tmp_path), target.spec, Contents(tuple(default_taps(8))))
     found = rows.load(made, "train")
     assert len(store) == len(found)
     for row in found:
         live = target.forward(torch.tensor([row.ids]), taps=[2, 4, 5])
-        last, taps = store.row(row.index)
-        assert live.taps is not None
-        assert torch.equal(last, live.last[0]) and torch.equal(taps, live.taps[0])
+        kept = store.row(row.index)
+        assert live.taps is not None and kept.last is not None and kept.taps is not None
+        assert torch.equal(kept.last, live.last[0]) and torch.equal(kept.taps, live.taps[0])
 
 
 def test_interrupted_capture_gives_the_same_files_and_half_a_store_is_none(
@@ -166,7 +166,7 @@ def test_other_taps_or_dtype_are_another_store_and_stale_reads_are_refused(
     folder = capture(target, CaptureSettings(taps=[1]), made, "train", tmp_path)
     assert capture(target, CaptureSettings(**{"taps": [1], **change}), made, "train", tmp_path) != folder
     with pytest.raises(ValueError, match=r"stale features: taps \[1\] stored, \[2\] asked"):
-        Store(folder, target.spec, [2])
+        Store(folder, target.spec, Contents((2,)))
     with pytest.raises(ValueError, match="stale features: rows"):
         Store(folder, rows_sha256="0" * 64)
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,47 @@ def test_folder_compressed_csv_and_parquet_are_read_in_name_order(tmp_path: Path
     assert contents(found) == [["from csv"], ["from gzip"], ["q"], ["q"]]
     assert [row.messages[0].get("name") for row in found if isinstance(row, Row)] == [None, None, None, "n"]
     assert "name" not in found[2].messages[0]  # type: ignore[union-attr]
+
+
+def test_a_csv_row_that_cannot_be_read_costs_no_other_row(tmp_path: Path) -> None:
+    long = "x" * 300_000
+    table = f'\ufeffprompt,kind\r\n"two\nlines",a\r\n\r\n{long},b\r\n'.encode() + b"\xff,c\r\nlast,d"
+    found = rows_of(tmp_path / "x.csv", table)
+    assert contents(found) == [["two\nlines"], [long], ["last"]]
+    assert [row.line for row in found] == [2, 5, 6, 7]
+    assert [(b.line, b.reason) for b in found if isinstance(b, Bad)] == [(6, "invalid_utf8")]
+    found = rows_of(tmp_path / "x.csv", b'prompt,kind\na,b\n"never closed,b\nc,d\n')
+    assert contents(found) == [["a"]]
+    assert [(b.line, b.reason, b.detail) for b in found if isinstance(b, Bad)] == [
+        (3, "malformed_csv", "unexpected end of data")
+    ]
+
+
+def damaged(whole: bytes, kind: str) -> bytes:
+    """Cut in the middle, or with a byte of its end turned over."""
+    return whole[: len(whole) // 2] if kind == "cut" else whole[:-6] + bytes([whole[-6] ^ 255]) + whole[-5:]
+
+
+@pytest.mark.parametrize("kind", ["cut", "turned"])
+@pytest.mark.parametrize("suffix", ["jsonl.gz", "json.gz", "jsonl.xz", "parquet"])
+def test_a_damaged_file_is_one_error_that_names_it(tmp_path: Path, suffix: str, kind: str) -> None:
+    values = [{"prompt": f"question {n} {n**9}"} for n in range(300)]
+    path = tmp_path / f"x.{suffix}"
+    if suffix == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(values), path)
+    else:
+        lines = "\n".join(map(json.dumps, values)) if suffix.startswith("jsonl") else json.dumps(values)
+        path.write_bytes((gzip if suffix.endswith("gz") else lzma).compress(lines.encode()))
+    assert len(list(read(path))) == 300
+    path.write_bytes(damaged(path.read_bytes(), kind))
+    with pytest.raises(DataError, match=rf"{path}: the file is cut short or damaged") as refused:
+        list(read(path))
+    assert refused.value.code == "damaged_file" and "\n" not in str(refused.value)
+
+
+def test_a_json_array_of_another_encoding_is_one_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"x\.json: the file is cut short or damaged .*utf-8"):
+        rows_of(tmp_path / "x.json", '[{"prompt": "Grüße"}]'.encode("latin-1"))
 
 
 def one(tmp_path: Path, value: dict[str, Any]) -> Row | Bad:

@@ -97,7 +97,6 @@ def test_any_interruption_resumes_to_the_same_bytes_in_row_order(
         interrupted.final.unlink(missing_ok=True)
         interrupted.partial.write_bytes(partial[:cut])  # what kill -9 leaves: any prefix of the appended bytes
         assert interrupted.make(asked).read_bytes() == whole
-        assert not interrupted.partial.exists()
     capsys.readouterr()
 
 

@@ -1,11 +1,29 @@
 """Claim: the side of a conversation depends on what the user wrote alone; repeats go once; limits keep routes even."""
 
 from collections import Counter
+from typing import NamedTuple
 
 import pytest
 
 from data.prompts import Row
-from data.split import Item, assign, is_heldout, user_key, whole_key
+from data.split import Plan, is_heldout, user_key, whole_key
+
+
+class Item(NamedTuple):
+    unique: str
+    key: str
+    route: str
+
+
+def assign(items: list[Item], heldout_share: float, limit: int | None = None) -> dict[str, str]:
+    """`unique` -> "train" | "heldout" for the conversations that take part."""
+    plan = Plan(heldout_share, limit)
+    for item in items:
+        plan.add(*item)
+    plan.decide()
+    sides = {item.unique: plan.side(item.unique) for item in items}
+    assert plan.left_out == sum(side is None for side in sides.values())
+    return {name: side for name, side in sides.items() if side is not None}
 
 
 def row(user: str, answer: str | None = None, line: int = 1) -> Row:
@@ -51,3 +69,37 @@ def test_is_heldout_is_monotonic_in_the_share(share: float) -> None:
     held = [item for item in items(200) if is_heldout(item.key, share)]
     assert all(is_heldout(item.key, 1.0) for item in held)
     assert abs(len(held) / 200 - share) < 0.12
+
+
+def in_plain_python(items: list[Item], share: float, limit: int) -> dict[str, str]:
+    """The rule of `Plan`, row by row: round robin over routes, each in the order of the second part of its key."""
+    sides: dict[str, str] = {}
+    held = [item for item in items if is_heldout(item.key, share)]
+    count = min(len(held), max(1, round(limit * share)))
+    for side, group, wanted in (
+        ("heldout", held, count),
+        ("train", [item for item in items if item not in held], limit - count),
+    ):
+        routes: dict[str, list[Item]] = {}
+        for item in sorted(group, key=lambda item: item.key[16:]):
+            routes.setdefault(item.route, []).append(item)
+        taken = [routes[r][n] for n in range(len(group)) for r in sorted(routes) if n < len(routes[r])][:wanted]
+        sides |= {item.unique: side for item in taken}
+    return sides
+
+
+@pytest.mark.parametrize("limit", [2, 7, 31, 90])
+def test_the_plan_in_arrays_is_the_plan_in_plain_python(limit: int) -> None:
+    uneven = [item._replace(route="few" if n < 5 else item.route) for n, item in enumerate(items(80, 3))]
+    assert assign(uneven, 0.2, limit) == in_plain_python(uneven, 0.2, limit)
+
+
+def test_repeats_are_met_once_and_a_source_that_changed_is_noticed() -> None:
+    plan = Plan(0.5)
+    for item in [*items(3), items(3)[0]]:
+        plan.add(*item)
+    plan.decide()
+    assert len(plan.known) == 3
+    assert [plan.meet(item.unique) for item in [*items(3), items(3)[0]]] == [True, True, True, False]
+    with pytest.raises(ValueError, match="a source changed while it was read"):
+        plan.side(user_key(row("never added")))

@@ -14,7 +14,7 @@ from toys import eagle3
 from scripts import export
 from scripts.export import ExportRun
 
-TRAIN = {"steps": 500, "batch_size": 2, "seed": 7, "optim": {"lr": 0.001}, "loss": {"name": "kl", "step_decay": 0.8}}
+TRAIN = {"steps": 500, "batch_size": 2, "seed": 7, "optim": {"lr": 0.001}, "loss": {"terms": {}, "step_decay": 0.8}}
 ROWS = [
     {"method": "plain", "k": 0, "temperature": 0.0, "proposal": "greedy", "route": "all", "prompts": 20, "tokens": 1280,
      "acceptance_length": 1.0, "speedup_decode": 1.0},
@@ -83,7 +83,7 @@ def test_the_card_states_target_data_budget_and_measured_rows(tmp_path: Path) ->
         "step 300 of 500, the best by predicted acceptance length",
         "Trained positions up to that step: 45,678",
         "612 s",
-        "lr 0.001; loss kl, step weight 0.8^i; seed 7",
+        "lr 0.001; loss 1 kl; step weights 0.8^i; seed 7",
         "Draft vocabulary: 7 of 64 ids",
         "taps (state entering layer): 1, 2, 4",
         "| mine | 4 | 0 | greedy | 20 | 1280 | 1.63 | 1.50 to 1.80 | 1.21x |",

@@ -1,23 +1,29 @@
 """What each start of a head claims: which tensors are the target's, and that `induction` is an in-context bigram."""
 
+from typing import Any
+
 import pytest
 import torch
 from tiny import tiny_target
+from tiny_heads import TINY_HEADS
 from torch import Tensor
 from toys import TAPS, head_input, largest_gap, medusa, tokens, vocabulary, weights
 
 from heads.base import shift
 from heads.eagle3 import Eagle3, Eagle3Config
+from heads.hub import build_head
 from heads.layers import rotate
 from heads.target import Target
 
 DRAFT = [0, 3, 4, 9, 15, 40]
 
 
-def started(target: Target, init: str, draft: list[int] | None = None, kv_heads: int | None = None) -> Eagle3:
+def started(
+    target: Target, init: str, draft: list[int] | None = None, kv_heads: int | None = None, **flags: Any
+) -> Eagle3:
     torch.manual_seed(0)
     size, vocab = (None, None) if draft is None else (len(draft), vocabulary(draft, target.spec.vocab_size))
-    config = Eagle3Config(taps=TAPS, init=init, draft_vocab_size=size, num_kv_heads=kv_heads)
+    config = Eagle3Config(taps=TAPS, init=init, draft_vocab_size=size, num_kv_heads=kv_heads, **flags)
     head = Eagle3(config, target.spec, vocab)
     head.init_from(target, tokens(1, 20, vocab_size=target.spec.vocab_size))
     return head.attach(target).eval()
@@ -36,10 +42,10 @@ def echo_target(tied: bool, kv_heads: int) -> Target:
 
 def look_back(head: Eagle3, target: Target, ids: Tensor) -> tuple[Tensor, Tensor]:
     """(attention [heads, T, T] of step 0, tokens [T] that its output alone would draft)."""
-    inputs, layer, attn = head_input(target, head, ids), head.midlayer, head.midlayer.self_attn
+    inputs, attn = head_input(target, head, ids), head.midlayer.self_attn
     assert inputs.taps is not None
     g = head.fuse(inputs.taps)
-    mixed = layer.mix(shift(inputs.embeddings, 1), g)
+    mixed, _ = head.mix(shift(inputs.embeddings, 1), g)
     cos, sin = head.rotary(g, inputs.positions)
     query, key = (rotate(attn.split(mixed, p), cos, sin) for p in (attn.q_proj, attn.k_proj))
     scores = query @ attn.expand(key).transpose(-1, -2) / attn.head_dim**0.5
@@ -121,3 +127,106 @@ def test_medusa_starts_as_the_lm_head_itself() -> None:
         head.init_from(target, tokens(1, 6))
         logits = head.draft_logits(last, 3)
         assert all(torch.allclose(logits[:, i], target.logits(last), atol=1e-5) for i in range(3))
+
+
+@torch.no_grad()
+def test_target_start_of_eagle3_holds_the_norms_of_the_last_layer_too() -> None:
+    for family in ("llama", "qwen3", "gemma2"):
+        target = tiny_target(family, layers=5)
+        layer, last = started(target, "target").midlayer, any_module(target.layers[-1])
+        one = 1 if family == "gemma2" else 0  # Gemma stores weight - 1
+        before_mlp = last.pre_feedforward_layernorm if one else last.post_attention_layernorm
+        assert torch.equal(layer.hidden_norm.weight, last.input_layernorm.weight + one)
+        assert torch.equal(layer.post_attention_layernorm.weight, before_mlp.weight + one)
+        assert torch.equal(layer.input_layernorm.weight, torch.ones(32)), "of the embedding nothing is known"
+
+
+def any_module(module: Any) -> Any:
+    return module
+
+
+def start(kind: str, target: Target, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    head = build_head({"kind": kind, **TINY_HEADS[kind], **settings}, target.spec, None)
+    head.init_from(target, tokens(1, 40))
+    return head.attach(target).eval()
+
+
+@torch.no_grad()
+def test_target_start_of_mtp_is_the_last_layer_on_the_feature() -> None:
+    """The cached block gives what the target's own layer gives for the same residual stream, whatever the embedding."""
+    target = tiny_target("llama", layers=5)
+    head = start("mtp", target, init="target")
+    stream = torch.nn.functional.normalize(torch.randn(1, 9, 32), dim=-1) * 32**0.5  # rms 1: hnorm leaves it
+    scale = float(head.eh_proj.weight[0, 32])
+    taps = target.forward(tokens(1, 40), taps=(5,)).taps
+    assert taps is not None and scale == pytest.approx(float(taps.pow(2).mean().sqrt()), rel=1e-5)
+    positions = torch.arange(9)[None]
+    theirs = target.layers[-1](scale * stream, position_embeddings=head.rotary(stream, positions), attention_mask=None)
+    for embedding in (torch.zeros(1, 9, 32), torch.randn(1, 9, 32)):
+        assert torch.allclose(head.advance(head.new_cache(), stream, embedding), theirs, atol=1e-4)
+
+
+@torch.no_grad()
+def test_target_start_of_eagle1_reads_as_the_last_layer_reads_at_the_scale_of_the_feature() -> None:
+    target, ids = tiny_target("llama", layers=5), tokens(1, 40)
+    head, last = start("eagle1", target, init="target"), any_module(target.layers[-1])
+    output = target.forward(ids, taps=(5,))
+    assert output.taps is not None
+    rms, stream = (float(x.pow(2).mean().sqrt()) for x in (output.last, output.taps))
+    feature = torch.nn.functional.normalize(torch.randn(1, 9, 32), dim=-1) * 32**0.5 * rms
+    read, residual = head.mix(torch.randn(1, 9, 32), feature)
+    assert torch.allclose(residual, feature, atol=1e-5), "fc passes the feature"
+    normed = last.input_layernorm(feature)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        theirs = getattr(last.self_attn, name)(normed)
+        assert torch.allclose(getattr(head.layer.self_attn, name)(read), theirs, atol=1e-4)
+    for own, theirs in (
+        (head.layer.self_attn.o_proj, last.self_attn.o_proj),
+        (head.layer.mlp.down_proj, last.mlp.down_proj),
+    ):
+        assert torch.allclose(own.weight, theirs.weight * rms / stream, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["mlp", "lstm"])
+def test_target_start_of_recurrent_heads_copies_the_lm_head(kind: str) -> None:
+    target = tiny_target("llama", layers=5)
+    copied = start(kind, target, init="target", inner_size=None)
+    assert all(torch.equal(lm_head.weight, target.head.weight) for lm_head in copied.head)
+    random = start(kind, target, init="random", inner_size=None)
+    assert largest_gap(weights(copied.proj), weights(random.proj)) == 0.0
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "mtp", "mlp", "lstm"])
+def test_random_starts_read_nothing_of_the_target(kind: str) -> None:
+    one, two = (start(kind, tiny_target("llama", layers=5, seed=seed), init="random") for seed in (0, 1))
+    assert largest_gap(weights(one), weights(two)) == 0.0
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "mtp"])
+def test_a_target_whose_layers_have_other_parts_is_refused(kind: str) -> None:
+    target = tiny_target("llama", layers=5)
+    del any_module(target.layers[-1]).mlp.gate_proj
+    with pytest.raises(ValueError, match="the target's layers have no mlp.gate_proj; use head.init=random"):
+        start(kind, target, init="target")
+
+
+@pytest.mark.parametrize("init", ["random", "target", "induction"])
+@pytest.mark.parametrize("draft", [None, DRAFT])
+def test_a_frozen_lm_head_is_the_targets_whatever_the_start(init: str, draft: list[int] | None) -> None:
+    target = tiny_target("llama", layers=5)
+    head = started(target, init, draft, train_lm_head=False)
+    rows = target.head.weight if draft is None else target.head.weight[draft]
+    assert torch.equal(head.lm_head.weight, rows) and not head.lm_head.weight.requires_grad
+
+
+@pytest.mark.parametrize("flags", [{"fc_norm": True}, {"norm_before_fc": True}, {"norm_output": True}])
+@torch.no_grad()
+def test_induction_measures_the_taps_as_fc_reads_them(flags: dict[str, Any]) -> None:
+    target = echo_target(True, 2)
+    once = torch.randperm(190, generator=torch.Generator().manual_seed(3))[:26] + 2
+    head = started(target, "induction", **flags)
+    attention, _ = look_back(head, target, torch.cat([once, once])[None])
+    slots = torch.arange(26, 50)
+    assert float(attention[:, slots, slots + 1 - 26].mean()) > 0.8

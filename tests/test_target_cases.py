@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.hub import load_head, save_head
 from heads.target import Target
-from train.objective import LossSettings, Objective, slot_counts
+from train.mixture import LossSettings
+from train.objective import Objective, slot_counts
 from train.optim import OptimSettings, build_optimizer
 
 

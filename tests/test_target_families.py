@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_heads_ttt import TOLERANCE, T, largest_difference
+from test_heads_ttt import TOLERANCE, T
 from tiny import KINDS, tiny_target
+from tiny_heads import largest_difference
 from toys import eagle3, tokens
 
 from heads.target import Target

@@ -10,6 +10,7 @@ from tiny import tiny_target
 from toys import tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from heads.packed import PackedLinear
 from heads.target import Target, TargetParityError, TargetSettings
 
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
@@ -197,3 +198,12 @@ def test_a_target_that_is_missing_or_no_decoder_is_refused_by_name(tmp_path: Any
     headless.get_output_embeddings = lambda: None
     with pytest.raises(ValueError, match="target 'bare' has no LM head"):
         Target(headless, name="bare")
+
+
+def test_a_packed_linear_moves_to_another_device_and_serves_there() -> None:
+    """Its packed copy stays behind; the LM head of a packed target moves along."""
+    target = Target(tiny_target("llama", layers=2).model, packed=True)
+    layer = next(module for module in target.decoder.modules() if isinstance(module, PackedLinear))
+    target.to(torch.device("meta"))
+    assert layer(torch.zeros(8, 32, device="meta")).device.type == "meta"
+    assert target.logits(torch.zeros(8, 32, device="meta")).shape == (8, 64)

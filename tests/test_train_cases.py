@@ -33,8 +33,8 @@ def test_cases_of_sums_over_all_slots(shared: Path) -> None:
         assert float((sums / total).sum()) == pytest.approx(case["expect"]["loss"], abs=1e-6)
         # the objective divides in this way: a head whose loss per slot is known
         objective = objective_of(*HEADS[2])
-        objective.loss = lambda draft, teacher: torch.ones(len(draft))
-        objective.settings.step_decay = 0.0
+        objective.mixture = {"kl": (lambda draft, teacher: torch.ones(len(draft)), 1.0)}
+        objective.step_weights = [1.0, 0.0, 0.0]
         batch = batch_of(conversations(4))
         loss, metrics = objective(batch, torch.full((3,), total))
         assert loss.item() == pytest.approx(float(metrics["loss"][0]) / total, rel=1e-6)

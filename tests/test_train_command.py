@@ -6,27 +6,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny import tiny_target
 from tiny_chat import byte_tokenizer
-from toys import largest_gap, weights
+from toys import largest_gap, vocabulary, weights
 
 from conf.launch import LauncherSettings
 from data.asking import RegenerateSettings
 from data.build import DataSettings, build
 from heads.eagle3 import Eagle3Config
-from heads.hub import load_head, read_facts
+from heads.hub import build_head, load_head, read_facts, save_head
 from heads.medusa import MedusaConfig
 from heads.target import Target, TargetParityError, TargetSettings
 from scripts import export
 from scripts.export import ExportRun
 from train import __main__ as command
 from train.__main__ import TrainRun
-from train.loop import TrainSettings
+from train.settings import TrainSettings
 from train.track import read_log
 
 STEPS: dict[str, Any] = {
     "steps": 3, "batch_size": 4, "micro_batch_size": 2, "eval_every": 2, "eval_rows": 0, "save_every": 2,
-    "predict_tokens": 8, "wandb": "disabled",
+    "predict_tokens": 8, "live_prompts": 0, "wandb": "disabled",
 }  # fmt: skip
 
 
@@ -74,6 +75,25 @@ def test_the_command_leaves_a_head_that_loads_and_exports(place: Path, tmp_path:
     assert json.loads((run / "manifest.json").read_text())["state"]["step"] == 3
     export.main(ExportRun(trained=str(run), out=str(tmp_path / "out"), outputs=str(tmp_path)))
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_run_may_be_selected_by_decoding_and_stopped_early(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live = {"live_prompts": 2, "live_tokens": 6, "live_temperatures": [0.0, 1.0], "patience": 1}
+    run = run_of(place, tmp_path, steps=40, eval_every=2, save_every=40, **live)
+    run.train.optim.lr = 1e-12  # nothing is learned: the second selection is no better
+    assert command.main(run) == 0
+    made = json.loads((tmp_path / "train" / "toy" / "manifest.json").read_text())
+    assert (made["selected_by"], made["stopped_early"], made["state"]["step"]) == ("live", True, 2)
+    assert made["best"]["step"] == 0 and len(made["best"]["live"]["acceptance_lengths"]) == 2
+    lines = [(line["step"], line["split"]) for line in read_log(tmp_path / "train" / "toy" / "log.jsonl")]
+    assert lines == [(0, "heldout"), (0, "live"), (1, "train"), (2, "train"), (2, "heldout"), (2, "live")]
+    told = capsys.readouterr().err
+    assert "stopped at step 2 of 40: no better head in 1 selections" in told
+    assert "best from step 0: measured acceptance length" in told
+    command.main(run)
+    assert "up to date, skipped" in capsys.readouterr().err
 
 
 def test_the_draft_vocabulary_holds_every_special_id_and_none_that_pads_the_model(place: Path, tmp_path: Path) -> None:
@@ -143,3 +163,45 @@ def test_a_wrong_teacher_stops_the_run_before_the_first_step(
     with pytest.raises(TargetParityError, match="teacher parity failed"):
         command.main(run_of(place, tmp_path))
     assert not (tmp_path / "train" / "toy" / "best").exists()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp8"])
+def test_precisions_that_need_loss_scaling_are_refused_before_anything_is_read(
+    place: Path, tmp_path: Path, precision: str
+) -> None:
+    run = run_of(place, tmp_path, dataset="nowhere")
+    run.launcher = LauncherSettings(cpu=True, mixed_precision=precision)
+    with pytest.raises(ValueError, match=f"launcher.mixed_precision={precision} .*use bf16"):
+        command.main(run)
+
+
+def warm_source(folder: Path, target: Target) -> Any:
+    """A saved EAGLE-3 head over six ids that no counts would choose."""
+    settings = {"kind": "eagle3", "taps": [1, 3, 5], "draft_vocab_size": 6}
+    head = build_head(settings, target.spec, vocabulary([1, 3, 8, 9, 40, 63], target.spec.vocab_size))
+    save_head(folder, head, target.spec, {"note": "warm"})
+    return head
+
+
+def test_a_warm_start_keeps_the_map_of_its_head_through_a_resume(place: Path, tmp_path: Path) -> None:
+    target = Target.load(TargetSettings(id=str(place / "target")))
+    source = warm_source(tmp_path / "source", target)
+    run = run_of(place, tmp_path, Eagle3Config(taps=[1, 3, 5], draft_vocab_size=6), warm_start=str(tmp_path / "source"))
+    run.train.optim.lr = 1e-6  # the head hardly moves: its start shows
+    assert command.main(run) == 0
+    folder = tmp_path / "train" / "toy"
+    trained = load_head(folder, target.spec)
+    assert torch.equal(trained.d2t, source.d2t) and largest_gap(weights(trained), weights(source)) < 1e-4
+    assert read_facts(folder)["provenance"]["train"]["warm_start"] == str(tmp_path / "source")
+
+    (folder / "manifest.json").unlink()  # killed between the last checkpoint and the manifest
+    (tmp_path / "source").rename(tmp_path / "moved")
+    assert command.main(run) == 0, "the checkpoint has all it takes"
+    assert json.loads((folder / "manifest.json").read_text())["state"]["step"] == 3
+
+
+def test_a_warm_start_that_does_not_fit_is_refused_before_a_run_folder_is_made(place: Path, tmp_path: Path) -> None:
+    warm_source(tmp_path / "source", Target.load(TargetSettings(id=str(place / "target"))))
+    with pytest.raises(ValueError, match="train.warm_start=.* this run trains 'medusa'"):
+        command.main(run_of(place, tmp_path, MedusaConfig(), warm_start=str(tmp_path / "source")))
+    assert not (tmp_path / "train" / "toy").exists()

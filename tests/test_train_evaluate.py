@@ -15,7 +15,8 @@ from heads.layers import LayerCache
 from heads.replay import accepted_runs, walk_rounds
 from heads.target import Target
 from train.evaluate import Tally, evaluate
-from train.objective import LossSettings, Objective
+from train.mixture import LossSettings
+from train.objective import Objective
 
 K = 3
 

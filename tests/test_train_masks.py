@@ -12,7 +12,8 @@ from toys import batch_of, eagle3, head_input, tokens
 
 from heads.layers import HeadInput
 from heads.target import Target
-from train.batches import Order, collate, epoch_order, share
+from train.batches import Order, collate, epoch_order
+from train.layout import Layout
 from train.objective import slot_counts
 from train.unroll import at_slots, pick_slots, step_mask
 
@@ -136,8 +137,8 @@ def test_every_step_trains_on_the_same_rows_whatever_the_ranks_and_micro_batches
     numbers = list(range(10))
     for world in (1, 2, 3, 4):
         for micro in (1, 2, 4, 16):
-            shares = [share(numbers, rank, world, micro) for rank in range(world)]
-            assert sorted(n for parts in shares for part in parts for n in part) == numbers
+            shares = [Layout(micro).passes(numbers, [5] * 10, rank, world) for rank in range(world)]
+            assert sorted(n for parts in shares for part in parts for line in part for n in line) == numbers
             assert len({len(parts) for parts in shares}) == 1, "every rank runs equally many passes"
             assert all(len(part) <= micro for parts in shares for part in parts)
 

@@ -11,17 +11,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_target
-from toys import conversations, largest_gap, loop_of, medusa, weights
+from tiny_heads import tiny_head
+from toys import conversations, largest_gap, loop_of, medusa, spread, weights
 
+from eval.live import measure_acceptance
+from heads import HEADS
 from train.loop import Stopped
 from train.track import read_log
 
+QUIET: dict[str, dict[str, Any]] = {"eagle1": {"noise": 0.0}}  # noise on features is drawn by each rank for itself
+CHUNKS = {"loss": {"chunk": 5}}
 # name -> (head kind, settings); one launch of two ranks runs them all
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "even": ("eagle3", {"batch_size": 4, "micro_batch_size": 4}),
     "accumulated": ("eagle3", {"batch_size": 5, "micro_batch_size": 1}),
     "one row a step": ("eagle3", {"batch_size": 1, "micro_batch_size": 1}),
     "own lm heads, one row a step": ("medusa", {"batch_size": 1, "micro_batch_size": 1}),
+    "with live runs": ("eagle3", {"batch_size": 4, "live_prompts": 2, "eval_every": 1}),
+    **{f"kind {kind}": (f"tiny {kind}", {"batch_size": 3, "micro_batch_size": 2, **CHUNKS}) for kind in HEADS},
 }
 STEPS = 3
 
@@ -31,9 +38,14 @@ def loop_named(name: str, folder: Path, **changed: Any) -> Any:
     target = tiny_target(layers=4)
     torch.manual_seed(0)
     head = medusa(target, std=0.1, shared_lm_head=False, num_heads=3) if kind == "medusa" else None
+    if kind.startswith("tiny "):
+        target = tiny_target(layers=6)
+        kind = kind.removeprefix("tiny ")
+        head = spread(tiny_head(kind, target, **QUIET.get(kind, {})), 0.1)
     # a long row without an answer: some ranks and micro-batches have no trained slot, of step 2 more often
     rows = [*conversations(7, longest=6), {"id": "no answer", "ids": list(range(2, 22)), "spans": [[18, 20]]}]
-    return loop_of(folder, target, head, rows, **{"steps": STEPS, "lr": 1e-3, **settings, **changed})
+    chosen = {"steps": STEPS, "lr": 1e-3, "live_tokens": 6, **settings, **changed}
+    return loop_of(folder, target, head, rows, measure_acceptance, **chosen)
 
 
 def worker(folder: str) -> None:
@@ -108,10 +120,9 @@ def test_two_ranks_train_what_one_process_trains(launched: Path, tmp_path: Path,
     assert largest_gap(start, weights(loop.head)) > 1e-4
     for one, two in zip(read_log(tmp_path / "log.jsonl"), read_log(launched / name / "log.jsonl"), strict=True):
         assert one.keys() == two.keys()
-        assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
-        if one["split"] == "heldout":
-            assert one["rounds"] == two["rounds"]
-            assert one["predicted_acceptance_length"] == pytest.approx(two["predicted_acceptance_length"])
+        assert one.get("rounds") == two.get("rounds")
+        for figure in one.keys() & {"loss", "predicted_acceptance_length", "acceptance_length"}:
+            assert one[figure] == pytest.approx(two[figure], rel=1e-5)
 
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_the_run_goes_on_from_there(

@@ -40,17 +40,23 @@ THINK_LIKE = (
 )
 
 
-def byte_tokenizer(template: str | None = CHATML) -> Any:
-    """Ids 0..255 are bytes, then SPECIAL; like most tokenizers it adds a BOS when asked to add special tokens."""
+def byte_tokenizer(template: str | None = CHATML, special: list[str] | None = None) -> Any:
+    """Ids 0..255 are bytes, then `special` (BOS first, end of turn second) or SPECIAL; no pad token.
+
+    Like most tokenizers it adds a BOS when asked to add special tokens.
+    """
+    special, end = (special, special[1]) if special else (SPECIAL, "<|im_end|>")
     alphabet = {character: byte for byte, character in _byte_characters().items()}
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL)
-    bos = tokenizer.token_to_id("<bos>")
-    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", bos)])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<|im_end|>")
-    fast.add_special_tokens({"additional_special_tokens": SPECIAL[1:]})
+    tokenizer.add_special_tokens(special)
+    bos = tokenizer.token_to_id(special[0])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{special[0]} $A", special_tokens=[(special[0], bos)]
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=special[0], eos_token=end)
+    fast.add_special_tokens({"additional_special_tokens": special[1:]})
     fast.chat_template = template
     return fast
 

@@ -9,14 +9,16 @@ from accelerate import Accelerator
 from tiny import tiny_target
 from torch import Tensor
 
+from heads.block import Block, BlockConfig
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.layers import HeadInput
 from heads.medusa import Medusa, MedusaConfig
 from heads.target import Target
 from train.batches import Batch, collate
-from train.loop import Data, Loop, State, TrainSettings
-from train.objective import LossSettings
+from train.loop import Data, Loop, State
+from train.mixture import LossSettings
 from train.optim import OptimSettings
+from train.settings import TrainSettings
 
 TAPS = [1, 2, 4]
 Row = dict[str, Any]
@@ -38,6 +40,15 @@ def eagle3(target: Target, std: float | None = None, draft: list[int] | None = N
 def medusa(target: Target, std: float | None = None, draft: list[int] | None = None, **settings: Any) -> Medusa:
     config = MedusaConfig(draft_vocab_size=None if draft is None else len(draft), **settings)
     head = Medusa(config, target.spec, None if draft is None else vocabulary(draft, target.spec.vocab_size))
+    return spread(head, std).attach(target).eval()
+
+
+def block(target: Target, std: float | None = None, draft: list[int] | None = None, **settings: Any) -> Block:
+    """The paper's layout unless told: row 0 of a block of 4 predicts nothing."""
+    draft_size = None if draft is None else len(draft)
+    options = {"taps": TAPS, "block_size": 4, "from_anchor": False, "draft_vocab_size": draft_size, **settings}
+    config = BlockConfig(**options)
+    head = Block(config, target.spec, None if draft is None else vocabulary(draft, target.spec.vocab_size))
     return spread(head, std).attach(target).eval()
 
 
@@ -87,24 +98,32 @@ def batch_of(rows: list[Row]) -> Batch:
 
 
 def settings(**changed: Any) -> TrainSettings:
-    """Few quick steps without wandb; `lr` and `loss` go to their own groups."""
+    """Few quick steps without wandb; `lr` and `loss` (fields of LossSettings) go to their own groups."""
     optim = OptimSettings(
         lr=changed.pop("lr", 1e-2), warmup_share=0.05, final_share=0.0, betas=[0.9, 0.95], weight_decay=0.01, clip=1.0
     )
-    loss = LossSettings(name=changed.pop("loss", "kl"), step_decay=0.8)
+    loss = LossSettings(**changed.pop("loss", {}))
     few: dict[str, Any] = {"steps": 4, "batch_size": 4, "micro_batch_size": 4, "eval_every": 4, "save_every": 4}
-    return TrainSettings(**{**few, "predict_tokens": 16, "wandb": "disabled", **changed}, loss=loss, optim=optim)
+    few |= {"live_prompts": 0, "predict_tokens": 16, "wandb": "disabled"}
+    return TrainSettings(**{**few, **changed}, loss=loss, optim=optim)
 
 
 def loop_of(
-    folder: Path, target: Target | None = None, head: Any = None, rows: list[Row] | None = None, **changed: Any
+    folder: Path,
+    target: Target | None = None,
+    head: Any = None,
+    rows: list[Row] | None = None,
+    measure: Any = None,
+    precision: str = "no",
+    **changed: Any,
 ) -> Loop:
-    """A training run on CPU: EAGLE-3 on tiny llama and 12 conversations unless told."""
+    """A training run on CPU: EAGLE-3 on tiny llama and 12 conversations unless told; `measure` makes live runs."""
     torch.manual_seed(0)
     target = target or tiny_target(layers=4)
     head = head if head is not None else eagle3(target, std=0.1, init="random")
     data = Data(train=rows or conversations(12), heldout=conversations(5, seed=9))
-    return Loop(settings(**changed), head, target, data, folder, Accelerator(cpu=True), {"note": "toy"})
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    return Loop(settings(**changed), head, target, data, folder, accelerator, {"note": "toy"}, measure)
 
 
 def train(folder: Path, **changed: Any) -> tuple[Loop, State]:

@@ -4,8 +4,9 @@
     python -m train launcher=cpu2 ...                  two processes, started through `accelerate launch`
     accelerate launch -m train name=first ...          the same, started by yourself
 
-Leaves outputs/train/<name>/: best/ (the head with the best predicted acceptance length), checkpoints/, log.jsonl and,
-last, manifest.json. The same command again resumes an interrupted run and skips a finished one.
+Leaves outputs/train/<name>/: best/ (the head with the best acceptance length on held-out prompts), checkpoints/,
+log.jsonl and, last, manifest.json. The same command again resumes an interrupted run and skips a finished one.
+Settings, losses, selection and memory: docs/training.md.
 """
 
 import dataclasses
@@ -24,14 +25,16 @@ from conf.entry import run
 from conf.launch import LauncherSettings, relaunch_if_needed
 from data import rows as token_rows
 from data import vocab
-from data.capture import folder_for
-from data.store import Store
+from eval.live import measure_acceptance
 from heads import HEADS
 from heads.hub import build_head, read_facts, write_json
-from heads.target import Target, TargetParityError, TargetSettings
-from train import checkpoint
-from train.batches import PickedTaps, collate
-from train.loop import Data, Loop, Stopped, TrainSettings
+from heads.target import Target, TargetSettings
+from train import checkpoint, features
+from train.loop import Data, Loop, Stopped
+from train.settings import TrainSettings
+from train.warm import load_warm
+
+PRECISIONS = ("no", "bf16")  # parameters stay fp32 in both
 
 
 @dataclasses.dataclass
@@ -49,6 +52,11 @@ class TrainRun:
 
 
 def main(settings: TrainRun) -> int:
+    if settings.launcher.mixed_precision not in PRECISIONS:
+        raise ValueError(
+            f"launcher.mixed_precision={settings.launcher.mixed_precision} is not for training: its loss scaling would "
+            "hide skipped steps, and features above 65504 overflow; use bf16, or no"
+        )
     manifest = token_rows.manifest(settings.dataset)
     folder = Path(settings.outputs) / "train" / settings.name
     wanted = run_facts(settings, manifest)
@@ -62,45 +70,62 @@ def main(settings: TrainRun) -> int:
     torch.manual_seed(settings.train.seed)
     target = Target.load(settings.target)
     head, data = prepare(settings, target, manifest, folder)
+    loop = Loop(settings.train, head, target, data, folder, accelerator, wanted, measure_acceptance)
     if accelerator.is_main_process:
         open_folder(folder, wanted, settings.fresh)
     accelerator.wait_for_everyone()
-    loop = Loop(settings.train, head, target, data, folder, accelerator, wanted)
     try:
         state = loop.run()
     except Stopped as stop:
         print(f"train: {stop}", file=sys.stderr)
         return 0
     if accelerator.is_main_process:
-        best = read_facts(folder)["provenance"]
-        write_json(
-            folder / "manifest.json", {"kind": "train", **wanted, "state": dataclasses.asdict(state), "best": best}
-        )
-        tau, k = best["heldout"]["predicted_acceptance_length"], settings.train.predict_k
-        joint = " ".join(f"{x:.3f}" for x in best["heldout"]["position_acceptance_joint"])
+        best, state_facts = read_facts(folder)["provenance"], dataclasses.asdict(state)
+        facts = {"kind": "train", **wanted, "selected_by": best["selected_by"], "state": state_facts, "best": best}
+        write_json(folder / "manifest.json", {**facts, "stopped_early": loop.exhausted})
+        report(folder, settings.train, loop.exhausted, state.step, best)
+    return 0
+
+
+def report(folder: Path, settings: TrainSettings, stopped_early: bool, step: int, best: dict[str, Any]) -> None:
+    """The last lines of a run, on standard error."""
+    if stopped_early:
         print(
-            f"train: {folder}/best from step {best['step']}: predicted acceptance length {tau:.3f} at k={k}, "
-            f"joint position acceptance {joint}",
+            f"train: stopped at step {step} of {settings.steps}: no better head in {settings.patience} selections",
             file=sys.stderr,
         )
-    return 0
+    heldout, live = best["heldout"], best.get("live")
+    measured = f"measured acceptance length {live['acceptance_length']:.3f}, " if live else ""
+    joint = " ".join(f"{x:.3f}" for x in heldout["position_acceptance_joint"])
+    print(
+        f"train: {folder}/best from step {best['step']}: {measured}predicted acceptance length "
+        f"{heldout['predicted_acceptance_length']:.3f} at k={settings.predict_k}, joint position acceptance {joint}",
+        file=sys.stderr,
+    )
 
 
 def prepare(settings: TrainRun, target: Target, manifest: dict[str, Any], folder: Path) -> tuple[Any, Data]:
     """Head and data of a run, every input checked before work starts."""
     source = Path(settings.dataset)
     data = Data(train=_rows(source, "train", target), heldout=_rows(source, "heldout", target))
-    counts = token_rows.counts(source)
-    head = build_head(
-        dataclasses.asdict(settings.head), target.spec, vocabulary(settings.head, counts, manifest, target, folder)
-    )
     ids = torch.tensor([data.train[0]["ids"][:128]], device=target.device)
     target.check_parity(ids)
-    head.init_from(target, ids)
+    wanted = dataclasses.asdict(settings.head)
+    found = None if settings.fresh else checkpoint.latest(folder / "checkpoints")
+    if settings.train.warm_start and found is None:
+        head: Any = load_warm(settings.train.warm_start, wanted, target)
+    else:
+        counts = token_rows.counts(source)
+        head = build_head(wanted, target.spec, vocabulary(settings.head, counts, manifest, target, found))
+        head.init_from(target, ids)
+    settings.train.layout().check([len(row["ids"]) for row in data.train])
     if settings.train.features == "captured":
-        data.train_store = _store(settings, "train", target, head.taps)
-        data.heldout_store = _store(settings, "heldout", target, head.taps)
-        check_features(target, data, head.taps)
+        places = settings.outputs, source
+        data.train_store = features.open_store(settings.train, *places, "train", target, head)
+        data.heldout_store = features.open_store(settings.train, *places, "heldout", target, head)
+        features.check_store(target, data.train, data.train_store, head.taps)
+    elif settings.train.packing:
+        features.check_packing(target, data.train)
     return head, data
 
 
@@ -108,28 +133,13 @@ def _rows(source: Path, split: str, target: Target) -> list[dict[str, Any]]:
     return [dataclasses.asdict(row) for row in token_rows.load(source, split, target.spec)]
 
 
-def _store(settings: TrainRun, split: str, target: Target, taps: tuple[int, ...]) -> PickedTaps:
-    """The capture of exactly these rows, target, taps and dtype; the error says how to make it."""
-    stored = settings.train.captured_taps or list(taps)
-    dtype = settings.train.captured_dtype
-    folder = folder_for(settings.outputs, settings.dataset, split, target.spec, stored, dtype)
-    if not (folder / "index.json").is_file():
-        raise ValueError(
-            f"{folder}: no captured features of {settings.dataset} with taps {stored} in {dtype}; make them "
-            f"with python -m data data.capture.enabled=true 'data.capture.taps={stored}' data.capture.dtype={dtype}, "
-            "or set train.features=online"
-        )
-    return PickedTaps(Store(folder, target.spec, stored), stored, taps)
-
-
 def vocabulary(
-    config: Any, counts: torch.Tensor, manifest: dict[str, Any], target: Target, folder: Path
+    config: Any, counts: torch.Tensor, manifest: dict[str, Any], target: Target, found: Path | None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The draft vocabulary: the checkpoint's own when there is one (never rebuilt), else built from the counts."""
+    """The draft vocabulary: that of the checkpoint `found` (never rebuilt), else built from the counts."""
     size = vocab.check_size(config.draft_vocab_size, target.spec.vocab_size)
     if size is None or size == target.spec.vocab_size:
         return None
-    found = checkpoint.latest(folder / "checkpoints")
     if found is not None:
         tensors = load_file(found / "head.safetensors")
         return tensors["d2t"], tensors["t2d"]
@@ -139,24 +149,12 @@ def vocabulary(
     return d2t, t2d
 
 
-def check_features(target: Target, data: Data, taps: tuple[int, ...]) -> None:
-    """A captured cache must be this target's: compare one row with a live pass."""
-    assert data.train_store is not None
-    batch = collate(data.train[:1], [0], data.train_store)
-    live = target.forward(batch.ids.to(target.device), taps=taps)
-    assert batch.last is not None
-    gap = float((batch.last - live.last.cpu().float()).abs().max() / live.last.float().std())
-    if not gap < 0.1:
-        raise TargetParityError(
-            f"captured features of row 0 differ from a live pass by {gap:.2g} of their spread: capture them again"
-        )
-
-
 def run_facts(settings: TrainRun, manifest: dict[str, Any]) -> dict[str, Any]:
     """What makes two runs the same run; the number of processes, logging and file places do not count."""
     train = dataclasses.asdict(settings.train)
-    for irrelevant in ("wandb", "micro_batch_size", "save_every"):
+    for irrelevant in ("wandb", "micro_batch_size", "max_tokens", "packing", "pack_length", "save_every"):
         del train[irrelevant]
+    del train["loss"]["chunk"]
     facts = {
         "target": dataclasses.asdict(settings.target),
         "head": dataclasses.asdict(settings.head),

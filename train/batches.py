@@ -1,40 +1,32 @@
 """Token rows and features -> padded batches, in an order that depends on (seed, step) alone.
 
-A batch is the *global* batch of one optimizer step; each rank takes its share, each share is cut into micro-batches. So
-the same step trains on the same conversations for 1, 2 or 4 ranks and any accumulation.
+A batch is the *global* batch of one optimizer step; train/layout.py lays it out in forward passes. So the same step
+trains on the same conversations for 1, 2 or 4 ranks, any accumulation, packed or not.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
+
+from data.packing import lines, pack
+from data.store import Features
+from data.teacher import TopM
 
 
 class FeatureStore(Protocol):
-    def row(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """(last [T, H], taps [T, n, H] or None) of one token row."""
-
-
-class PickedTaps:
-    """A store narrowed to the taps one head reads, so that heads with other taps can share one capture."""
-
-    def __init__(self, store: FeatureStore, stored: Sequence[int], wanted: Sequence[int]) -> None:
-        if missing := sorted(set(wanted) - set(stored)):
-            raise ValueError(f"captured features hold taps {list(stored)}, but the head reads {missing} too")
-        self.store = store
-        self.columns = [list(stored).index(tap) for tap in wanted]
-
-    def row(self, index: int) -> tuple[Tensor, Tensor | None]:
-        last, taps = self.store.row(index)
-        return last, taps[:, self.columns] if self.columns and taps is not None else None
+    def row(self, index: int) -> Features:
+        """last [T, H] or the teacher's top m, taps [T, n, H] or None, of one token row."""
 
 
 @dataclasses.dataclass
 class Batch:
-    """Right-padded conversations: ids, asst, documents, positions [B, T]; features when they were captured."""
+    """Right-padded lines of one or several conversations: ids, asst, documents, positions [B, T].
+
+    `documents` numbers the conversations, so that `rows[documents[b, t]]` is the data row of a position (padding: -1).
+    Features are there when they were captured: last [B, T, H] or the teacher's `top`, taps [B, T, n, H].
+    """
 
     ids: Tensor
     asst: Tensor
@@ -43,37 +35,37 @@ class Batch:
     rows: list[int]
     last: Tensor | None = None
     taps: Tensor | None = None
+    top: TopM | None = None
+    packed: bool = False  # some line holds several conversations
+    drawn: Tensor | None = None  # [B, T] bool: the only slots trained this step (a head with `max_slots`); None: all
 
     def to(self, device: torch.device) -> "Batch":
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        moved: dict[str, Any] = {name: value.to(device) for name, value in fields.items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {k: v.to(device) for k, v in fields.items() if isinstance(v, Tensor | TopM)}
         return dataclasses.replace(self, **moved)
 
 
-def collate(rows: list[dict[str, Any]], numbers: list[int], store: FeatureStore | None = None) -> Batch:
-    """Rows {"ids", "spans"} -> Batch. Padding is known by position, never by value (pad may equal the end token)."""
-    ids = [torch.tensor(row["ids"], dtype=torch.int64) for row in rows]
-    asst = []
-    for row in rows:
-        mask = torch.zeros(len(row["ids"]), dtype=torch.bool)
-        for start, end in row["spans"]:
-            mask[start:end] = True
-        asst.append(mask)
-    B, T = len(rows), max(len(x) for x in ids)
-    lengths = torch.tensor([len(x) for x in ids])
-    inside = torch.arange(T) < lengths[:, None]
-    batch = Batch(
-        ids=pad_sequence(ids, batch_first=True),
-        asst=pad_sequence(asst, batch_first=True),
-        documents=torch.where(inside, torch.arange(B)[:, None], -1),
-        positions=torch.arange(T).expand(B, T).contiguous(),
-        rows=numbers,
-    )
-    if store is not None:
-        features = [store.row(n) for n in numbers]
-        batch.last = pad_sequence([last.float() for last, _ in features], batch_first=True)
-        if features[0][1] is not None:
-            batch.taps = pad_sequence([taps.float() for _, taps in features if taps is not None], batch_first=True)
+def collate(
+    rows: list[dict[str, Any]],
+    numbers: list[int],
+    store: FeatureStore | None = None,
+    sizes: list[int] | None = None,
+) -> Batch:
+    """Rows {"ids", "spans"} -> Batch of lines that hold `sizes` rows each; None: a line for every row."""
+    sizes = sizes or [1] * len(rows)
+    packed = pack([(row["ids"], row["spans"]) for row in rows], sizes)
+    batch = Batch(**vars(packed), rows=numbers, packed=max(sizes) > 1)
+    if store is None:
+        return batch
+    features = [store.row(n) for n in numbers]
+    last = [f.last.float() for f in features if f.last is not None]
+    taps = [f.taps.float() for f in features if f.taps is not None]
+    top = [f.top for f in features if f.top is not None]
+    batch.last = lines(last, sizes) if last else None
+    batch.taps = lines(taps, sizes) if taps else None
+    if top:
+        ids, log_probs, rest = ([getattr(t, f.name) for t in top] for f in dataclasses.fields(TopM))
+        batch.top = TopM(lines(ids, sizes), lines(log_probs, sizes), lines(rest, sizes))
     return batch
 
 
@@ -106,10 +98,3 @@ class Order:
         if epoch != self._epoch:
             self._epoch, self._batches = epoch, epoch_order(self.lengths, self.batch_size, self.seed, epoch)
         return self._batches[place]
-
-
-def share(numbers: list[int], rank: int, world: int, micro_batch: int) -> list[list[int]]:
-    """This rank's micro-batches of a global batch; every rank gets equally many (some may be empty)."""
-    mine = numbers[rank::world]
-    count = max(1, -(-len(numbers[::world]) // micro_batch))
-    return [mine[i * micro_batch : (i + 1) * micro_batch] for i in range(count)]

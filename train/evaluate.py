@@ -5,12 +5,13 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from data.teacher import TopM
 from heads.replay import accepted_runs, walk_rounds
 from train.batches import Batch
 from train.objective import Objective
 from train.unroll import at_slots, pick_slots, step_mask
 
-_CHUNK = 256  # slots per full-vocabulary softmax: 256 * 49,152 * 4 bytes = 50 MB
+_CHUNK = 256  # slots whose logits exist at one moment: 256 * 49,152 * 4 bytes = 50 MB
 
 
 @dataclasses.dataclass
@@ -64,15 +65,19 @@ def evaluate(objective: Objective, batch: Batch, steps: int, max_tokens: int, al
     exists = torch.stack([real & m.gather(1, slots) for m in masks], dim=-1)  # [B, S, K]
     correct = torch.zeros_like(exists)
     for i in range(steps):
-        chosen = exists[..., i]
-        if not bool(chosen.any()):
+        if not bool((chosen := exists[..., i]).any()):
             continue
-        logits = head.logits(hidden[i][chosen], i)
-        guess = head.to_target(logits.argmax(-1))
-        correct[..., i][chosen] = guess == at_slots(batch.ids, slots, 2 + i)[chosen]
-        if alphas:
-            last = at_slots(inputs.last, slots, 1 + i)[chosen]
-            tally.alpha[i], tally.alpha_greedy[i] = _alphas(objective, logits, guess, last)
+        rows, taught = hidden[i][chosen], objective.teacher_rows(batch, inputs, slots, i, chosen)
+        guesses = []
+        for start in range(0, len(rows), _CHUNK):
+            here = slice(start, start + _CHUNK)
+            logits = head.logits(rows[here], i)
+            guesses.append(head.to_target(logits.argmax(-1)))
+            if alphas:
+                sum_min, greedy = _alphas(objective, logits, guesses[-1], taught[here])
+                tally.alpha[i] += sum_min
+                tally.alpha_greedy[i] += greedy
+        correct[..., i][chosen] = torch.cat(guesses) == at_slots(batch.ids, slots, 2 + i)[chosen]
     right = correct.cumprod(-1).bool()
     before = torch.cat([torch.ones_like(right[..., :1]), right[..., :-1]], dim=-1)
     tally.slots += exists.sum((0, 1)).cpu()
@@ -82,13 +87,11 @@ def evaluate(objective: Objective, batch: Batch, steps: int, max_tokens: int, al
     return tally
 
 
-def _alphas(objective: Objective, logits: Tensor, guess: Tensor, last: Tensor) -> tuple[float, float]:
-    rows, sum_min, greedy = objective.head.target_rows(), 0.0, 0.0
-    for q_part, g_part, h_part in zip(logits.split(_CHUNK), guess.split(_CHUNK), last.split(_CHUNK), strict=True):
-        p = objective.target.logits(h_part).softmax(-1)
-        greedy += float(p.gather(1, g_part[:, None]).sum())
-        sum_min += float(torch.minimum(p if rows is None else p[:, rows], q_part.softmax(-1)).sum())
-    return sum_min, greedy
+def _alphas(objective: Objective, logits: Tensor, guess: Tensor, taught: Tensor | TopM) -> tuple[float, float]:
+    """Sums over slots of sum_x min(p, q) and of p(guess); p over the full vocabulary."""
+    rows, p = objective.head.target_rows(), objective.target_logits(taught).softmax(-1)
+    greedy = float(p.gather(1, guess[:, None]).sum())
+    return float(torch.minimum(p if rows is None else p[:, rows], logits.softmax(-1)).sum()), greedy
 
 
 def _replay(tally: Tally, batch: Batch, slots: Tensor, real: Tensor, runs: Tensor, max_tokens: int) -> None:

@@ -15,48 +15,13 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from heads.hub import save_head
 from heads.target import Target
 from train import checkpoint
-from train.batches import Batch, FeatureStore, Order, collate, share
-from train.evaluate import Tally, evaluate
-from train.objective import LossSettings, Objective, slot_counts
-from train.optim import OptimSettings, build_optimizer, learning_rate
+from train.batches import Batch, FeatureStore, Order, collate
+from train.objective import Objective, slot_counts
+from train.optim import build_optimizer, learning_rate
+from train.select import Measure, Selection
+from train.settings import TrainSettings
 from train.track import Track
-
-
-@dataclasses.dataclass
-class TrainSettings:
-    steps: int = 2000  # optimizer steps
-    batch_size: int = 8  # conversations per optimizer step, over all ranks and micro-batches
-    micro_batch_size: int = 8  # conversations in one forward pass of one rank
-    eval_every: int = 250
-    eval_rows: int = 64  # held-out conversations per evaluation (0: all)
-    save_every: int = 250
-    predict_k: int = 4  # chain length the predicted acceptance length is for
-    predict_tokens: int = 64  # answers are cut here, as evaluation cuts them
-    seed: int = 0
-    max_bad_steps: int = 10  # non-finite steps in a row before the run stops
-    features: str = "online"  # online: run the target in each step | captured: read what data.capture wrote
-    captured_taps: list[int] | None = None  # taps of that capture; null: the head's own
-    captured_dtype: str = "float32"
-    wandb: str = "auto"  # auto: online when logged in, else offline | online | offline | disabled
-    loss: LossSettings = dataclasses.field(default_factory=LossSettings)
-    optim: OptimSettings = dataclasses.field(default_factory=OptimSettings)
-
-    def __post_init__(self) -> None:
-        for name in (
-            "steps",
-            "batch_size",
-            "micro_batch_size",
-            "eval_every",
-            "save_every",
-            "predict_k",
-            "max_bad_steps",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
-        if self.features not in ("online", "captured"):
-            raise ValueError(f"train.features={self.features!r} must be 'online' or 'captured'")
-        if self.predict_tokens < 2:
-            raise ValueError(f"train.predict_tokens={self.predict_tokens} must be at least 2")
+from train.unroll import draw_slots, step_mask
 
 
 @dataclasses.dataclass
@@ -78,7 +43,8 @@ class State:
     seconds: float = 0.0
     bad_in_a_row: int = 0
     skipped: int = 0
-    best: float = 0.0
+    best: float = 0.0  # acceptance length of the head in best/
+    waited: int = 0  # selections since then
 
 
 class Stopped(KeyboardInterrupt):
@@ -95,7 +61,9 @@ class Loop:
         folder: Path,
         accelerator: Accelerator,
         provenance: dict[str, Any],
+        measure: Measure | None = None,
     ) -> None:
+        """`measure` decodes for live runs; needed where `settings.live_prompts` is above 0."""
         self.settings, self.target, self.data, self.folder = settings, target, data, folder
         self.accelerator, self.provenance = accelerator, provenance
         self.head = head.to(accelerator.device)
@@ -104,8 +72,16 @@ class Loop:
         self.objective = Objective(head, target, settings.loss).to(accelerator.device)
         self.optimizer = build_optimizer(head.parameters(), settings.optim)
         self.state = State()
-        self.order = Order([len(row["ids"]) for row in data.train], settings.batch_size, settings.seed)
+        self.lengths = [len(row["ids"]) for row in data.train]
+        self.order = Order(self.lengths, settings.batch_size, settings.seed)
+        self.layout = settings.layout()
+        self.selection = Selection(settings, self.objective, data.heldout, data.heldout_store, accelerator, measure)
         self._stop = False
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the run has waited long enough for a better head."""
+        return 0 < self.settings.patience <= self.state.waited
 
     def run(self) -> State:
         """Train to `settings.steps`; raises Stopped after SIGTERM or SIGINT, with the state saved."""
@@ -138,7 +114,7 @@ class Loop:
         )
         if state.step == 0:
             self._evaluate(track)
-        while state.step < settings.steps:
+        while state.step < settings.steps and not self.exhausted:
             started = time.perf_counter()
             figures = self._step(model, optimizer)
             state.step += 1
@@ -150,6 +126,7 @@ class Loop:
             last = state.step == settings.steps
             if state.step % settings.eval_every == 0 or last:
                 self._evaluate(track)
+                last = last or self.exhausted
             stopping = self._should_stop()
             if state.step % settings.save_every == 0 or last or stopping:
                 self._save(checkpoints)
@@ -162,38 +139,41 @@ class Loop:
         settings, state, accelerator = self.settings, self.state, self.accelerator
         rank, world = accelerator.process_index, accelerator.num_processes
         numbers = self.order.at(state.step)
-        batches = [self._batch(part, numbers) for part in share(numbers, rank, world, settings.micro_batch_size)]
+        batches = [self._batch(part, numbers) for part in self.layout.passes(numbers, self.lengths, rank, world)]
         steps = self.head.train_steps
-        local = torch.stack([slot_counts(b.asst, b.documents, steps) for b in batches]).sum(0)
-        counts = accelerator.reduce(local.to(accelerator.device), reduction="sum")
+        local = torch.stack([slot_counts(b.asst, b.documents, steps, b.drawn) for b in batches]).sum(0)
+        tokens = torch.tensor([sum(b.ids.numel() for b in batches)], device=local.device)
+        totals = accelerator.reduce(torch.cat([local, tokens]).to(accelerator.device), reduction="sum")
+        counts, padded = totals[:steps], int(totals[steps])
         lr = learning_rate(state.step, settings.steps, settings.optim)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        sums = torch.zeros(2, steps)
+        sums = torch.zeros(len(self.objective.figures), steps, device=accelerator.device)
         for i, batch in enumerate(batches):
             waits = contextlib.nullcontext() if i == len(batches) - 1 else accelerator.no_sync(model)
             with waits:
                 loss, metrics = model(batch, counts)
                 # DDP averages gradients over ranks; the loss is already over the slots of all of them.
                 accelerator.backward(loss * world)
-            sums += torch.stack([metrics["loss"], metrics["correct"]])
+            sums += torch.stack([metrics[name] for name in self.objective.figures])
         norm = accelerator.clip_grad_norm_(self.head.parameters(), settings.optim.clip)
-        sums = accelerator.reduce(sums.to(accelerator.device), reduction="sum").cpu()
+        sums = accelerator.reduce(sums, reduction="sum").cpu()
         if int(counts[0]):
             self._apply(optimizer, bool(torch.isfinite(sums).all()) and bool(torch.isfinite(torch.as_tensor(norm))))
         else:  # nothing to learn from: momentum and weight decay must not move the head either
             optimizer.zero_grad()
             state.skipped += 1
         state.tokens += int(counts[0])
-        per_slot = sums / counts.cpu().clamp_min(1)
-        weights = settings.loss.step_decay ** torch.arange(steps)
+        found = dict(zip(self.objective.figures, sums / counts.cpu().clamp_min(1), strict=True))
         return {
-            "loss": float((per_slot[0] * weights).sum()),
-            "step_loss": per_slot[0].tolist(),
-            "accuracy": per_slot[1].tolist(),
+            "loss": self._weighted(found["loss"]),
+            "step_loss": found["loss"].tolist(),
+            "accuracy": found["correct"].tolist(),
+            **{f"loss_{name}": found[name].tolist() for name in self.objective.terms},
             "lr": lr,
             "gradient_norm": float(norm),
             "skipped": state.skipped,
+            "padding_share": 1 - sum(self.lengths[n] for n in numbers) / padded,
         }
 
     def _apply(self, optimizer: Any, finite: bool) -> None:
@@ -212,51 +192,40 @@ class Loop:
                 "lower train.optim.lr or use launcher.mixed_precision=bf16 or no"
             )
 
-    def _batch(self, part: list[int], numbers: list[int]) -> Batch:
-        """A micro-batch; an empty share (fewer conversations than ranks) becomes one conversation without loss."""
-        rows = part or numbers[:1]
-        batch = collate([self.data.train[n] for n in rows], rows, self.data.train_store)
+    def _batch(self, part: list[list[int]], numbers: list[int]) -> Batch:
+        """One pass; an empty share (fewer conversations than ranks) becomes one conversation without loss."""
+        found = part or [numbers[:1]]
+        rows = [n for line in found for n in line]
+        store, sizes = self.data.train_store, [len(line) for line in found]
+        batch = collate([self.data.train[n] for n in rows], rows, store, sizes)
         if not part:
             batch.asst = torch.zeros_like(batch.asst)
+        if most := self.head.max_slots:
+            every = step_mask(batch.asst, batch.documents, 0)
+            batch.drawn = draw_slots(every, batch.documents, most, rows, self.settings.seed, self.state.step)
         return batch.to(self.accelerator.device)
 
     def _evaluate(self, track: Track | None) -> None:
-        """Held-out figures over all ranks; saves the head as `best/` when its predicted tau is the best so far."""
-        settings, accelerator = self.settings, self.accelerator
-        k = min(settings.predict_k, self.head.max_draft)
-        rows = self.data.heldout[: settings.eval_rows or None]
-        mine = list(range(accelerator.process_index, len(rows), accelerator.num_processes))
-        tally, losses = Tally.empty(k), torch.zeros(2, self.head.train_steps, dtype=torch.float64)
-        self.head.eval()
-        for start in range(0, len(mine), settings.micro_batch_size):
-            part = mine[start : start + settings.micro_batch_size]
-            batch = collate([rows[n] for n in part], part, self.data.heldout_store).to(accelerator.device)
-            tally.add(evaluate(self.objective, batch, k, settings.predict_tokens))
-            losses += self._heldout_loss(batch)
-        self.head.train()
-        for field in dataclasses.fields(tally):
-            value = torch.as_tensor(getattr(tally, field.name), dtype=torch.float64).to(accelerator.device)
-            total = accelerator.reduce(value, reduction="sum").cpu()
-            setattr(tally, field.name, total if isinstance(getattr(tally, field.name), Tensor) else int(total))
-        losses = accelerator.reduce(losses.to(accelerator.device), reduction="sum").cpu()
-        figures = tally.figures()
-        figures["loss"] = float((losses[0] / losses[1].clamp_min(1) * self._weights()).sum())
+        """Held-out figures and, when one is due, a live run; saves the head as `best/` when it is the best so far."""
+        state = self.state
+        figures = self.selection.figures(state.step)
         if track is not None:
-            track.log(self.state.step, "heldout", figures)
-            predicted = float(figures["predicted_acceptance_length"])  # type: ignore[arg-type]
-            if predicted > self.state.best or self.state.step == 0:
-                self.state.best = predicted
-                note = {**self.provenance, "step": self.state.step, "tokens": self.state.tokens, "heldout": figures}
-                save_head(self.folder / "best", self.head, self.target.spec, note)
+            for split, values in figures.items():
+                track.log(state.step, split, values)
+        if self.selection.by not in figures:
+            return
+        found = self.selection.acceptance_length(figures)
+        better = found > state.best or state.step == 0
+        state.waited = 0 if better else state.waited + 1
+        if better:
+            state.best = found
+            if track is not None:
+                note = {**self.provenance, "step": state.step, "tokens": state.tokens, "selected_by": self.selection.by}
+                save_head(self.folder / "best", self.head, self.target.spec, {**note, **figures})
 
-    def _heldout_loss(self, batch: Batch) -> Tensor:
-        counts = slot_counts(batch.asst, batch.documents, self.head.train_steps)
-        with torch.no_grad():
-            _, metrics = self.objective(batch, counts)
-        return torch.stack([metrics["loss"].double(), counts.double().cpu()])
-
-    def _weights(self) -> Tensor:
-        return self.settings.loss.step_decay ** torch.arange(self.head.train_steps, dtype=torch.float64)
+    def _weighted(self, per_slot: Tensor) -> float:
+        """Loss of a mean per step [J]."""
+        return sum(w * x for w, x in zip(self.objective.step_weights, per_slot.tolist(), strict=True))
 
     def _save(self, checkpoints: Path) -> None:
         if self.accelerator.is_main_process:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 
-def step_mask(asst: Tensor, documents: Tensor, step: int) -> Tensor:
-    """[B, T] bool: slot t is trained at `step` (asst, documents [B, T])."""
+def step_mask(asst: Tensor, documents: Tensor, step: int, drawn: Tensor | None = None) -> Tensor:
+    """[B, T] bool: slot t is trained at `step` (asst, documents [B, T]); given `drawn` [B, T], only where drawn."""
     B, T = asst.shape
     span = step + 2
     mask = torch.zeros_like(asst)
@@ -25,7 +25,22 @@ def step_mask(asst: Tensor, documents: Tensor, step: int) -> Tensor:
     for offset in range(1, span + 1):
         ok = ok & asst[:, offset : T - span + offset]
     mask[:, : T - span] = ok
-    return mask
+    return mask if drawn is None else mask & drawn
+
+
+def draw_slots(mask: Tensor, documents: Tensor, most: int, rows: list[int], seed: int, step: int) -> Tensor:
+    """[B, T] bool: at most `most` slots of each conversation of a step-0 mask [B, T], uniformly at random.
+
+    Conversation number documents[b, t] is data row rows[documents[b, t]]. Which slots depends on (seed, step, data row)
+    alone, so ranks, accumulation, packing and resume change nothing.
+    """
+    drawn = torch.zeros_like(mask)
+    for place, row in enumerate(rows):
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_000_003 + row)
+        line, where = (mask & (documents == place)).nonzero(as_tuple=True)
+        chosen = torch.randperm(len(where), generator=generator)[:most].to(where.device)
+        drawn[line[chosen], where[chosen]] = True
+    return drawn
 
 
 def pick_slots(mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,49 @@
+"""Figures over the held-out conversations, shared among all ranks: predicted acceptance and loss."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from train.batches import FeatureStore, collate
+from train.evaluate import Tally, evaluate
+from train.objective import Objective, slot_counts
+
+
+def heldout_figures(
+    objective: Objective,
+    rows: list[dict[str, Any]],
+    store: FeatureStore | None,
+    k: int,
+    max_tokens: int,
+    micro_batch: int,
+    accelerator: Accelerator,
+) -> dict[str, Any]:
+    """Names of `Tally.figures` for chains of k, and the `loss` training minimises; the same on every rank."""
+    head, steps = objective.head, objective.head.train_steps
+    mine = list(range(accelerator.process_index, len(rows), accelerator.num_processes))
+    tally, sums = Tally.empty(k), torch.zeros(2, steps, dtype=torch.float64)
+    head.eval()
+    for start in range(0, len(mine), micro_batch):
+        part = mine[start : start + micro_batch]
+        batch = objective.features(collate([rows[n] for n in part], part, store).to(accelerator.device))
+        tally.add(evaluate(objective, batch, k, max_tokens))
+        counts = slot_counts(batch.asst, batch.documents, steps)
+        with torch.no_grad():
+            _, metrics = objective(batch, counts)
+        sums += torch.stack([metrics["loss"].double().cpu(), counts.double().cpu()])
+    head.train()
+    for field in dataclasses.fields(tally):
+        value = getattr(tally, field.name)
+        total = _sum(torch.as_tensor(value, dtype=torch.float64), accelerator)
+        setattr(tally, field.name, total if isinstance(value, Tensor) else int(total))
+    loss, counts = _sum(sums, accelerator)
+    per_step = (loss / counts.clamp_min(1)).tolist()
+    return {**tally.figures(), "loss": sum(w * x for w, x in zip(objective.step_weights, per_step, strict=True))}
+
+
+def _sum(value: Tensor, accelerator: Accelerator) -> Tensor:
+    """Sum over the ranks, on the CPU."""
+    return accelerator.reduce(value.to(accelerator.device), reduction="sum").cpu()
