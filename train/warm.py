@@ -52,10 +52,7 @@ def _fill(head: Head, tensors: dict[str, Tensor], before: str, config: Any) -> N
         have, want = (tuple(state[name].shape) if name in state else "no" for state in (tensors, wanted))
         if have != want:
             own, theirs = dataclasses.asdict(head.config), dataclasses.asdict(config)
-            differ = [
-                f"head.{key}={json.dumps(theirs[key])}" for key in own if own[key] != theirs[key] and key != "init"
-            ]
-            raise ValueError(
-                f"{before} whose tensor {name} is {have}, this run's is {want}: set {' '.join(differ) or 'what it was trained with'}"
-            )
+            keys = [key for key in own if own[key] != theirs[key] and key != "init"]
+            advice = " ".join(f"head.{key}={json.dumps(theirs[key])}" for key in keys)
+            raise ValueError(f"{before} whose tensor {name} is {have}, this run's is {want}: set {advice}")
     head.load_state_dict(tensors, strict=True)
