@@ -15,12 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eval import verify
 from eval.align import Aligned, Bridge, same_ids
 from eval.cache import AttentionMasks, KVCache
-from eval.drafter import Ask, Kept, Proposal, empty, point_mass
+from eval.drafter import Ask, Kept, Proposal, point_mass
+from eval.drafters.step import Step
 from eval.drafters.truncated import truncated
-from eval.warpers import warp
 from heads.target import Target, TargetOutput, TargetSettings
 
 STEPS_PER_TOKEN = 4  # most draft tokens spent on one token of a target with another tokenizer
@@ -75,12 +74,12 @@ class DraftModel:
             self.read({slot: self.text[slot][:-1]})
 
     def propose(self, slots: list[int], asks: list[Ask]) -> list[Proposal]:
-        runs: dict[int, _Direct | _Text] = {}
+        runs: dict[int, Step | _Text] = {}
         feed: dict[int, list[int]] = {}
         for slot, ask in zip(slots, asks, strict=True):
             aligned = self.aligned.get(slot)
-            runs[slot] = _Direct(ask, self) if aligned is None else _Text(ask, self, aligned)
-            if self._fits(slot, runs[slot].most):
+            runs[slot] = Step(ask, self.vocab_size) if aligned is None else _Text(ask, self, aligned)
+            if self._fits(slot, ask.budget if aligned is None else runs[slot].most):
                 feed[slot] = self.text[slot][len(self.fed[slot]) :]
         while feed:
             logits = self.read(feed)
@@ -131,35 +130,6 @@ class DraftModel:
         if fed[:n] != text[:n]:
             n = next(i for i in range(n) if fed[i] != text[i])
         self.fed[slot], self.cache.lengths[slot] = fed[:n], n
-
-
-class _Direct:
-    """A chain in the target's own ids."""
-
-    def __init__(self, ask: Ask, drafter: DraftModel) -> None:
-        self.ask, self.vocab_size = ask, drafter.vocab_size
-        self.most = ask.budget
-        self.tokens: list[int] = []
-        self.laws: list[Tensor] = []
-
-    def take(self, logits: Tensor) -> int | None:
-        """Draft one token from logits [real] -> the id to feed for the next, or None at the end."""
-        if self.ask.sampled or self.ask.with_probs:
-            full = logits.new_full((self.vocab_size,), -torch.inf)
-            full[: len(logits)] = logits
-            self.laws.append(warp(full, self.ask.warpers).cpu())
-        if self.ask.sampled:
-            token = int(verify.sample(self.laws[-1], torch.rand((), generator=self.ask.generator)))
-        else:
-            token = int(logits.argmax())
-        self.tokens.append(token)
-        return token if len(self.tokens) < self.most else None
-
-    def proposal(self) -> Proposal:
-        if not self.tokens:
-            return empty()
-        laws = torch.stack(self.laws) if self.laws else None
-        return Proposal(torch.tensor(self.tokens), list(range(len(self.tokens))), laws)
 
 
 class _Text:
