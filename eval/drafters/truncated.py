@@ -34,9 +34,11 @@ def truncated(target: Target, layers: int) -> Target:
 
 
 def _shallow(module: Any) -> Any:
-    """The same module object with a table of submodules of its own."""
+    """The same module with tables of its own for submodules and hooks; parameters are shared."""
     twin = copy.copy(module)
-    twin._modules = dict(module._modules)
+    for name, table in vars(module).items():
+        if name == "_modules" or "hooks" in name:
+            setattr(twin, name, type(table)(table) if name == "_modules" else type(table)())
     return twin
 
 
