@@ -221,7 +221,11 @@ class AttentionMasks:
 
     def _one(self, cache: KVCache, rows: "int | Trees", device: torch.device | None, sliding: bool) -> Tensor:
         window = self.window if sliding else None
-        mask = cache.mask(rows, device, window) if isinstance(rows, int) else rows.mask(cache, device, window)
+        return self.as_asked(cache.mask(rows, device, window) if isinstance(rows, int) else rows.mask(cache, device, window))
+
+    def as_asked(self, mask: Tensor) -> Tensor:
+        """A mask, bool and true where seen, in the form the target's attention takes."""
         if not self.additive:
             return mask
-        return torch.zeros(mask.shape, dtype=self.dtype, device=device).masked_fill(~mask, torch.finfo(self.dtype).min)
+        added = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device)
+        return added.masked_fill(~mask, torch.finfo(self.dtype).min)

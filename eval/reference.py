@@ -114,8 +114,8 @@ def _generation(
     fed = [held + n - start for (held, n, _), start in zip(watch.passes, starts, strict=True)]
     ends = [*starts[1:], prompt - 1 + len(output)]
     steps = [[n - 1, end - start - 1] for n, start, end in zip(fed, starts, ends, strict=True)]
-    if all(n == 1 for n in fed):
-        steps = steps[1:]  # nothing was drafted: the first pass only reads the prompt
+    if steps and steps[0][0] == 0:
+        steps = steps[1:]  # nothing was drafted with it: the first pass only reads the prompt
     first_draft = drafts.passes[0][2] if drafts is not None and drafts.passes else 0.0
     draft = sum(seconds for _, _, seconds in drafts.passes) - first_draft if drafts is not None else 0.0
     verify = max(sum(seconds for _, _, seconds in watch.passes) - reading, 0.0)

@@ -8,7 +8,8 @@ start from `doubt` imaginary rounds, and start anew with every request: a propos
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from eval.drafter import Ask, Drafter, Kept, Proposal
+from eval.cache import KVCache
+from eval.drafter import Ask, Drafter, Kept, Proposal, SharesCache
 from eval.drafters.suffix import Suffix
 from heads.target import TargetOutput
 
@@ -64,6 +65,10 @@ class Hybrid:
         self.model, self.make = model, make
         self.taps, self.max_draft, self.reads_rows = model.taps, model.max_draft, model.reads_rows
         self.slots: dict[int, Slot] = {}
+
+    def share(self, cache: KVCache, rows: Callable[[], dict[int, int]]) -> None:
+        if isinstance(self.model, SharesCache):
+            self.model.share(cache, rows)
 
     def start(self, slot: int, prompt: list[int], first: int, output: TargetOutput) -> None:
         s = self.settings

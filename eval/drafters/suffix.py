@@ -23,7 +23,7 @@ class SuffixSettings:
     factor: float = 1.0
     offset: float = 0.0
     floor: float = 0.1  # least estimated path probability of a drafted token
-    memory: int = 0  # tokens of finished outputs that are remembered, 0 = none
+    memory: int = 100_000  # most tokens of finished outputs that are remembered (suffix-memory only)
 
     def check(self) -> None:
         """Raises ValueError naming the setting."""
@@ -37,7 +37,7 @@ class SuffixSettings:
         if not 0 <= self.floor <= 1:
             raise ValueError(f"suffix.floor={self.floor}: give a probability, 0 to 1")
         if self.memory < 0:
-            raise ValueError(f"suffix.memory={self.memory}: give a number of tokens, 0 = none")
+            raise ValueError(f"suffix.memory={self.memory}: give a number of tokens, 0 = nothing is remembered")
 
 
 class Memory:
