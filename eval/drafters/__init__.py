@@ -48,6 +48,10 @@ def suffix(target: Target, settings: DrafterSettings, other: Other) -> Drafter:
     return PerSequence(lambda: Suffix(target.spec.vocab_size, settings.suffix))
 
 
+def suffix_tree(target: Target, settings: DrafterSettings, other: Other) -> Drafter:
+    return PerSequence(lambda: Suffix(target.spec.vocab_size, settings.suffix, tree=True))
+
+
 def suffix_memory(target: Target, settings: DrafterSettings, other: Other) -> Drafter:
     memory = Memory(settings.suffix.memory, settings.suffix.depth)
     return PerSequence(lambda: Suffix(target.spec.vocab_size, settings.suffix, memory))
@@ -76,6 +80,7 @@ def hybrid(target: Target, settings: DrafterSettings, other: Other) -> Drafter:
 DRAFTERS: dict[str, Callable[[Target, DrafterSettings, Other], Drafter]] = {
     "lookup": lookup,
     "suffix": suffix,
+    "suffix-tree": suffix_tree,
     "suffix-memory": suffix_memory,
     "lookahead": lookahead,
     "draft-model": draft_model,

@@ -3,7 +3,7 @@
 Two sources: a tree of the request's own prompt and output, and a memory of finished outputs shared by all requests. For
 every match length that occurs in either, the continuation is grown to at most length * factor + offset tokens, none with
 an estimated path probability below `floor`; the one with the highest sum of path probabilities, its expected accepted
-tokens, is proposed. A chain, or a tree where the decoding asks for a dynamic one (its `total` nodes, its `depth`).
+tokens, is proposed: a chain, or a tree of at most `nodes` tokens (method suffix-tree, or a decoding with a dynamic tree).
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,6 +23,7 @@ class SuffixSettings:
     factor: float = 1.0
     offset: float = 0.0
     floor: float = 0.1  # least estimated path probability of a drafted token
+    nodes: int = 16  # most tokens of a tree (suffix-tree only)
     memory: int = 100_000  # most tokens of finished outputs that are remembered (suffix-memory only)
 
     def check(self) -> None:
@@ -36,6 +37,8 @@ class SuffixSettings:
             )
         if not 0 <= self.floor <= 1:
             raise ValueError(f"suffix.floor={self.floor}: give a probability, 0 to 1")
+        if self.nodes < 1:
+            raise ValueError(f"suffix.nodes={self.nodes}: give at least 1")
         if self.memory < 0:
             raise ValueError(f"suffix.memory={self.memory}: give a number of tokens, 0 = nothing is remembered")
 
@@ -73,10 +76,16 @@ class Suffix:
     max_draft = 64
     reads_rows = False
 
-    def __init__(self, vocab_size: int, settings: SuffixSettings | None = None, memory: Memory | None = None) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        settings: SuffixSettings | None = None,
+        memory: Memory | None = None,
+        tree: bool = False,
+    ) -> None:
         self.settings = settings or SuffixSettings()
         self.settings.check()
-        self.vocab_size, self.memory = vocab_size, memory
+        self.vocab_size, self.memory, self.branches = vocab_size, memory, tree
         self.tree, self.text = SuffixTree(self.settings.depth), Text()
         self.prompt_length = 0
         self.matched, self.score = 0, 0.0  # of the last proposal: tokens of its match, its expected accepted tokens
@@ -95,7 +104,7 @@ class Suffix:
             if guess.score > best.score:
                 best, self.matched = guess, length
         self.score = best.score
-        return point_mass(best.tokens, self.vocab_size, ask, best.parents)
+        return point_mass(best.tokens, self.vocab_size, ask, best.parents)._replace(expected=best.score)
 
     def commit(self, kept: Kept) -> None:
         for token in kept.tokens:
@@ -119,4 +128,6 @@ class Suffix:
         if isinstance(ask.shape, Dynamic):
             deepest = min(ask.budget, ask.shape.depth)
             return grow_tree(node, used, min(most, ask.shape.total), deepest, self.settings.floor)
+        if self.branches:
+            return grow_tree(node, used, min(most, self.settings.nodes), ask.budget, self.settings.floor)
         return grow_chain(node, used, min(most, ask.budget), self.settings.floor)
