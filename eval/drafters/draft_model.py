@@ -80,6 +80,7 @@ class DraftModel:
             aligned = self.aligned.get(slot)
             runs[slot] = Step(ask, self.vocab_size) if aligned is None else _Text(ask, self, aligned)
             if self._fits(slot, ask.budget if aligned is None else runs[slot].most):
+                self._roll_back(slot)
                 feed[slot] = self.text[slot][len(self.fed[slot]) :]
         while feed:
             logits = self.read(feed)
@@ -94,7 +95,6 @@ class DraftModel:
             else:
                 self.aligned[slot].extend(left.tokens)
                 self.text[slot] = list(self.aligned[slot].draft_ids)
-            self._roll_back(slot)
 
     def read(self, feed: dict[int, list[int]]) -> dict[int, Tensor]:
         """One pass over ragged new ids of some slots -> logits [real] after each slot's last id.
