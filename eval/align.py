@@ -1,20 +1,29 @@
 """Drafting for a target with another model's tokenizer: exact text alignment and re-tokenisation.
 
-The draft model reads the target's text in its own ids and goes on in its own ids; what it wrote becomes target ids again:
+The draft model reads the target's text in its own ids and goes on in these; what it wrote becomes target ids again:
 
     target ids   [ The][ cat]            text " The cat"           draft ids [ Th][e][ cat]
     drafted      [ s][at][ on]           text " sat on"            target ids [ sat][ on] -> proposed [ sat]
 
-A target token is proposed when it is whole, that is when text was drafted behind it ([ on] could still become [ one]), and
-when the context with it decodes to exactly the text that was drafted. The draft is then a function of the prefix, so the
-one-hot and match rules apply. Same idea as transformers' universal assisted generation, with the check made exact.
+A target token is proposed when it is whole, that is when text was drafted behind it ([ on] could still become [ one]),
+and when the context with it decodes to exactly the text that was drafted. The draft is then a function of the prefix,
+so the one-hot and match rules apply. The idea is transformers' universal assisted generation's; the check is exact.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 # What a tokenizer must give back unchanged: spaces, lines, case, accents, digits, other scripts, code.
-PROBES = (" a", "A b  c", "x\n\n  y\tz", "Zoë's naïve café", "No. 1234.50", "日本語と한국어", "ok 🙂 done", "def f(x):\n    return x[0]")
+PROBES = (
+    " a",
+    "A b  c",
+    "x\n\n  y\tz",
+    "Zoë's naïve café",
+    "No. 1234.50",
+    "日本語と한국어",
+    "ok 🙂 done",
+    "def f(x):\n    return x[0]",
+)
 TAIL = 24  # tokens before the newest text that may be cut differently once more text follows
 CUT = "\ufffd"  # how a decoder shows a character of which not all bytes are there
 
@@ -86,7 +95,7 @@ class Aligned:
             self.done = len(self.target_ids)
 
     def whole(self, drafted: Sequence[int], ended: bool = False) -> list[int]:
-        """Whole target tokens that the drafted ids spell. `ended`: the draft ended the turn, so its last one is whole."""
+        """Whole target tokens that the drafted ids spell; the last one too where the draft `ended` the turn."""
         tail = self.draft_ids[-TAIL:]
         known, text = decode(self.draft, tail), decode(self.draft, [*tail, *drafted])
         if not text.startswith(known):

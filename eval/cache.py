@@ -221,7 +221,9 @@ class AttentionMasks:
 
     def _one(self, cache: KVCache, rows: "int | Trees", device: torch.device | None, sliding: bool) -> Tensor:
         window = self.window if sliding else None
-        return self.as_asked(cache.mask(rows, device, window) if isinstance(rows, int) else rows.mask(cache, device, window))
+        return self.as_asked(
+            cache.mask(rows, device, window) if isinstance(rows, int) else rows.mask(cache, device, window)
+        )
 
     def as_asked(self, mask: Tensor) -> Tensor:
         """A mask, bool and true where seen, in the form the target's attention takes."""

@@ -96,6 +96,12 @@ class SharesCache(Protocol):
         ...
 
 
+def share(drafter: object, cache: KVCache, rows: Callable[[], dict[int, int]]) -> None:
+    """Hand the target's cache to a drafter that reads it."""
+    if isinstance(drafter, SharesCache):
+        drafter.share(cache, rows)
+
+
 class OneDrafter(Protocol):
     """Draft state of a single sequence, for drafters without a model of their own; `start` forgets the one before."""
 

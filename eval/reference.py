@@ -1,11 +1,11 @@
 """transformers' own decoding as an outside reference: `generate`, assisted generation, prompt lookup. Greedy, batch 1.
 
 The same model object with the same weights and kernels runs under transformers' loops, so a difference in speed is the
-loop's. Draft length k is fixed (constant schedule, no confidence threshold), and lookup matches up to 3 tokens, as ours.
+loop's. Draft length k is fixed (constant schedule, no confidence threshold); lookup matches up to 3 tokens, as ours.
 
 Assisted loops verify their first drafts in the pass that reads the prompt; that pass counts as a step. The seconds of
-reading the prompt are those of a pass over it alone, timed just before, and of the draft model's first pass; the rest is
-decoding. Only greedy decoding is compared: transformers' noise is not keyed by position, so samples do not coincide.
+reading the prompt are those of a pass over it alone, timed just before, and of the draft model's first pass; the rest
+is decoding. Only greedy decoding is compared: transformers' noise is not keyed by position, so samples do not coincide.
 """
 
 import contextlib

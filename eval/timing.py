@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from eval.cache import AttentionMasks, KVCache, Trees
-from eval.drafter import Ask, Drafter, Kept, SharesCache
+from eval.drafter import Ask, Drafter, Kept, share
 from eval.generate import forward, read
 from eval.warpers import Warpers
 from heads.target import Target, TargetOutput
@@ -52,8 +52,7 @@ def draft(target: Target, drafter: Drafter, prompt: list[int], k: int, repeats: 
     cache = KVCache()
     output = read(target, cache, AttentionMasks(target), prompt, drafter.taps)
     cache.keep([len(prompt)])
-    if isinstance(drafter, SharesCache):
-        drafter.share(cache, lambda: {0: 0})
+    share(drafter, cache, lambda: {0: 0})
     two = TargetOutput(output.last[:, -2:], None if output.taps is None else output.taps[:, -2:])
     drafter.start(0, prompt, prompt[0], output)
     rows = torch.tensor(prompt * (MOST_ROWS // len(prompt) + 1)) if drafter.reads_rows else None

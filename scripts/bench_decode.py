@@ -3,8 +3,9 @@
     python -m scripts.bench_decode [--prompts 6] [--tokens 48] [--repeats 3] [--k 4] [--layers 4] [--pair plain ...]
     python -m scripts.bench_decode --pair '' --method self-draft --context 1024     (drafters against plain decoding)
 
-Batch 1, temperature 0. Every prompt is decoded by all methods in turn, the first one rotating, and the whole is repeated;
-a ratio above 1 says ours is faster. Outputs must be the same ids. The last line of standard output is one JSON object.
+Batch 1, temperature 0. Every prompt is decoded by all methods in turn, the first one rotating, and the whole is
+repeated; a ratio above 1 says ours is faster. Outputs must be the same ids. The last line of standard output is one
+JSON object.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from eval.generate import Decoding, Generation, generate
 from heads.target import Target, TargetSettings
 
 PAIRS = {"plain": "hf-generate", "draft-model": "hf-assisted", "lookup": "hf-lookup"}
+Row = dict[str, Any]
 PROMPTS = Path(__file__).parent / "assets/prompts"
 
 
@@ -58,43 +60,42 @@ class Bench:
         return drafter
 
 
-def measure(bench: Bench, prompts: Sequence[list[int]], methods: Sequence[str], repeats: int) -> list[dict[str, Any]]:
-    """Per repeat and method: seconds in all, seconds after the prompt was read, tokens, steps. Raises ValueError where
-    two methods emit different ids."""
+def measure(bench: Bench, prompts: Sequence[list[int]], methods: Sequence[str], repeats: int) -> list[Row]:
+    """Per repeat, prompt and method: seconds in all, seconds after the prompt was read, tokens, steps.
+
+    Raises ValueError where two methods emit different ids.
+    """
     for method in methods:
         bench.run(method, prompts[0])  # lazy set-up is paid here
-    found = []
+    found: list[Row] = []
     for repeat in range(repeats):
-        sums = {m: {"repeat": repeat, "method": m, "seconds": 0.0, "decode_s": 0.0, "tokens": 0, "steps": 0} for m in methods}
         for i, prompt in enumerate(prompts):
             turn = (i + repeat) % len(methods)
             outputs = {}
             for method in [*methods[turn:], *methods[:turn]]:
                 g = bench.run(method, prompt)
                 outputs[method] = g.output_ids
-                sums[method]["seconds"] += g.wall_s
-                sums[method]["decode_s"] += g.draft_s + g.verify_s + g.other_s
-                sums[method]["tokens"] += len(g.output_ids)
-                sums[method]["steps"] += len(g.steps)
+                row: Row = {"repeat": repeat, "prompt": i, "method": method, "seconds": g.wall_s}
+                row |= {"decode_s": g.draft_s + g.verify_s + g.other_s, "tokens": len(g.output_ids)}
+                found.append({**row, "steps": len(g.steps)})
             if odd := [m for m in methods if outputs[m] != outputs[methods[0]]]:
                 raise ValueError(f"prompt {i}: {odd[0]} and {methods[0]} emit different ids")
             print(f"repeat {repeat + 1}/{repeats}, prompt {i + 1}/{len(prompts)}", file=sys.stderr)
-        found += sums.values()
     return found
 
 
-def ratios(rows: Sequence[dict[str, Any]], pairs: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Seconds of theirs over seconds of ours per repeat: median and range, over all seconds and over decoding alone."""
+def ratios(rows: Sequence[Row], pairs: Sequence[tuple[str, str]]) -> list[Row]:
+    """Seconds of theirs over seconds of ours per decoded prompt, median and quartiles: in all, and decoding alone."""
     found = []
     for ours, theirs in pairs:
-        row: dict[str, Any] = {"ours": ours, "theirs": theirs}
-        a = [r for r in rows if r["method"] == ours]
-        b = [r for r in rows if r["method"] == theirs]
+        row: Row = {"ours": ours, "theirs": theirs}
+        sides = [[r for r in rows if r["method"] == method] for method in (ours, theirs)]  # in the order of prompts
         for name in ("seconds", "decode_s"):
-            each = [other[name] / own[name] for own, other in zip(a, b, strict=True)]
-            row[name] = {"median": statistics.median(each), "least": min(each), "most": max(each)}
-        for side, own in (("ours", a), ("theirs", b)):
-            row[f"{side}_s"] = statistics.median(r["seconds"] for r in own)
+            each = [other[name] / own[name] for own, other in zip(*sides, strict=True)]
+            low, middle, high = statistics.quantiles(each, n=4) if len(each) > 1 else each * 3
+            row[name] = {"median": middle, "quartiles": [low, high], "least": min(each), "most": max(each)}
+        for side, own in zip(("ours", "theirs"), sides, strict=True):
+            row[f"{side}_tokens_per_s"] = sum(r["tokens"] for r in own) / sum(r["seconds"] for r in own)
             row[f"{side}_tokens_per_step"] = sum(r["tokens"] for r in own) / max(sum(r["steps"] for r in own), 1)
         found.append(row)
     return found
@@ -109,7 +110,8 @@ def prompts_of(target: Target, count: int, context: int) -> list[list[int]]:
     def ids(texts: Sequence[str]) -> list[int]:
         return prompt_ids(chat, [{"role": "user", "content": "\n\n".join(texts)}])
 
-    found, at = [], 0
+    found: list[list[int]] = []
+    at = 0
     while len(found) < count:
         taken = 1
         while len(ids(turns[at : at + taken + 1])) <= context and at + taken < len(turns):
@@ -121,13 +123,19 @@ def prompts_of(target: Target, count: int, context: int) -> list[list[int]]:
     return found
 
 
-def show(found: Sequence[dict[str, Any]], title: str) -> None:
-    table = Table("ours", "theirs", "ours s", "theirs s", "tokens/step", "theirs / ours", "decoding only", title=title)
+def show(found: Sequence[Row], title: str) -> None:
+    table = Table("ours", "theirs", "tokens/s", "tokens/step", "theirs / ours", "decoding only", title=title)
     for row in found:
-        spreads = [f"{row[n]['median']:.2f} ({row[n]['least']:.2f}-{row[n]['most']:.2f})" for n in ("seconds", "decode_s")]
+        speed = f"{row['ours_tokens_per_s']:.1f} / {row['theirs_tokens_per_s']:.1f}"
         steps = f"{row['ours_tokens_per_step']:.2f} / {row['theirs_tokens_per_step']:.2f}"
-        table.add_row(row["ours"], row["theirs"], f"{row['ours_s']:.1f}", f"{row['theirs_s']:.1f}", steps, *spreads)
-    Console().print(table)
+        spreads = [spread(row[name]) for name in ("seconds", "decode_s")]
+        table.add_row(row["ours"], row["theirs"], speed, steps, *spreads)
+    Console(width=120).print(table)
+
+
+def spread(ratio: Row) -> str:
+    """1.04 (1.01-1.09): median and quartiles."""
+    return f"{ratio['median']:.2f} ({ratio['quartiles'][0]:.2f}-{ratio['quartiles'][1]:.2f})"
 
 
 def main() -> None:
@@ -139,7 +147,9 @@ def main() -> None:
     prompts = prompts_of(target, options.prompts, options.context)
     rows = measure(bench, prompts, methods, options.repeats)
     found = ratios(rows, pairs)
-    title = f"{target.spec.name}, k = {options.k}, draft: {bench.assistant.spec.name}, {torch.get_num_threads()} threads"
+    title = (
+        f"{target.spec.name}, k = {options.k}, draft: {bench.assistant.spec.name}, {torch.get_num_threads()} threads"
+    )
     show(found, title)
     lengths = [len(prompt) for prompt in prompts]
     print(json.dumps({"settings": vars(options), "prompt_tokens": lengths, "ratios": found, "rows": rows}))
@@ -155,7 +165,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--k", type=int, default=4, help="draft tokens per round")
     parser.add_argument("--draft", default="", help="draft model, as draft_model.id")
     parser.add_argument("--layers", type=int, default=4, help="without --draft: the target's own first layers draft")
-    parser.add_argument("--pair", nargs="*", default=list(PAIRS), choices=[*PAIRS, ""], help="ours beside transformers'")
+    parser.add_argument(
+        "--pair", nargs="*", default=list(PAIRS), choices=[*PAIRS, ""], help="ours beside transformers'"
+    )
     parser.add_argument("--method", nargs="*", default=[], choices=[*DRAFTERS], help="drafters beside plain decoding")
     options = parser.parse_args()
     options.pair = [name for name in options.pair if name]

@@ -1,4 +1,4 @@
-"""Lookahead moves its window as a slow Jacobi simulation does, keeps the pool it should, and stays inside its bounds."""
+"""Lookahead moves its window as a slow Jacobi simulation does, keeps the right pool, and stays inside its bounds."""
 
 from typing import Any
 

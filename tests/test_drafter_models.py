@@ -1,4 +1,4 @@
-"""Draft models and the self-draft: the target's output whatever they draft, their caches as if read anew, q as drawn."""
+"""Draft models and the self-draft: the target's output whatever is drafted, caches as if read anew, q as drawn."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Drafters that need no trained head: DRAFTERS, method name -> factory, and their settings. Heads: eval/drafters/head.py.
+"""Drafters without a trained head: DRAFTERS, method name -> factory, and their settings. Heads: eval/drafters/head.py.
 
 A factory gets the target, the settings, and `other`, which makes the drafter of another method (for the hybrid).
 """
@@ -6,6 +6,7 @@ A factory gets the target, the settings, and `other`, which makes the drafter of
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from data.rows import load
 from eval.drafter import Drafter, PerSequence
 from eval.drafters.draft_model import DraftModel, DraftModelSettings
 from eval.drafters.hybrid import Hybrid, HybridSettings
@@ -54,6 +55,9 @@ def suffix_tree(target: Target, settings: DrafterSettings, other: Other) -> Draf
 
 def suffix_memory(target: Target, settings: DrafterSettings, other: Other) -> Drafter:
     memory = Memory(settings.suffix.memory, settings.suffix.depth)
+    if settings.suffix.corpus:
+        rows = load(settings.suffix.corpus, "train", target.spec)
+        memory.fill(row.ids[start:end] for row in rows for start, end in row.spans)
     return PerSequence(lambda: Suffix(target.spec.vocab_size, settings.suffix, memory))
 
 
@@ -76,6 +80,9 @@ def hybrid(target: Target, settings: DrafterSettings, other: Other) -> Drafter:
     model = other(settings.hybrid.method)
     return Hybrid(model, lambda: Suffix(target.spec.vocab_size, settings.suffix), settings.hybrid)
 
+
+SAMPLING = ("draft-model", "self-draft", "hybrid")  # have a law of their own that drafts can be drawn from
+REMEMBERING = ("suffix-memory",)  # learn from the requests they served
 
 DRAFTERS: dict[str, Callable[[Target, DrafterSettings, Other], Drafter]] = {
     "lookup": lookup,

@@ -79,7 +79,7 @@ class DraftModel:
         for slot, ask in zip(slots, asks, strict=True):
             aligned = self.aligned.get(slot)
             runs[slot] = Step(ask, self.vocab_size) if aligned is None else _Text(ask, self, aligned)
-            if self._fits(slot, ask.budget if aligned is None else runs[slot].most):
+            if self._fits(slot, runs[slot].most):
                 self._roll_back(slot)
                 feed[slot] = self.text[slot][len(self.fed[slot]) :]
         while feed:

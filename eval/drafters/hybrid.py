@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from eval.cache import KVCache
-from eval.drafter import Ask, Drafter, Kept, Proposal, SharesCache
+from eval.drafter import Ask, Drafter, Kept, Proposal, share
 from eval.drafters.suffix import Suffix
 from heads.target import TargetOutput
 
@@ -67,8 +67,7 @@ class Hybrid:
         self.slots: dict[int, Slot] = {}
 
     def share(self, cache: KVCache, rows: Callable[[], dict[int, int]]) -> None:
-        if isinstance(self.model, SharesCache):
-            self.model.share(cache, rows)
+        share(self.model, cache, rows)
 
     def start(self, slot: int, prompt: list[int], first: int, output: TargetOutput) -> None:
         s = self.settings

@@ -2,7 +2,7 @@
 
 Every pass verifies the pool's guesses for the newest token and, in the same tree, moves a window of Jacobi guesses one
 step: its n-grams fill the pool. N-grams of the prompt and of the output go in as well, as the authors' code can do.
-All rows count as drafts: a pass has up to W (N - 1) + G (N - 1) of them, which pays only where a pass of many rows costs
+All rows count as drafts: a pass has up to (W + G) (N - 1) of them, which pays only where a pass of many rows costs
 little more than one of one row.
 """
 

@@ -1,8 +1,8 @@
 """The target drafts for itself with a sparse view of its own KV cache (MagicDec: Chen et al., arXiv 2408.11049).
 
 A draft step is a pass of the target that sees only the first `sinks` entries (attention sinks: Xiao et al., arXiv
-2309.17453) and the last `window`. It writes its keys past the pointer of the target's cache, where the verification pass
-writes the same positions again with full attention: nothing is kept of them, and nothing is copied for a sequence.
+2309.17453) and the last `window`. It writes its keys past the pointer of the target's cache, where the verification
+pass writes the same positions again with full attention: nothing is kept of them.
 
 Drafting costs a pass of the target less the attention it leaves out, so it pays where reading the KV cache is most of a
 pass: long contexts and large batches. For sequence length n = 10, sinks 2, window 4 (the new entry counted):
@@ -36,7 +36,7 @@ class SelfDraftSettings:
         """Raises ValueError naming the setting."""
         if self.sinks < 0 or self.window < 1:
             raise ValueError(
-                f"self_draft.sinks={self.sinks}, self_draft.window={self.window}: give at least 0 sinks and a window of 1"
+                f"self_draft.sinks={self.sinks}, self_draft.window={self.window}: give 0 or more and 1 or more"
             )
 
 

@@ -13,7 +13,7 @@ class Step:
     """One sequence's chain of at most ask.budget tokens, drawn or most likely, with q where it is asked for."""
 
     def __init__(self, ask: Ask, vocab_size: int) -> None:
-        self.ask, self.vocab_size = ask, vocab_size
+        self.ask, self.vocab_size, self.most = ask, vocab_size, ask.budget
         self.tree = StaticGrowth(ask, chain(max(ask.budget, 0)))
 
     def take(self, logits: Tensor) -> int | None:

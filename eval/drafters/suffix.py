@@ -1,9 +1,10 @@
 """Suffix decoding (Oliaro et al., arXiv 2411.04975; Arctic Inference): what followed the longest suffixes of the text.
 
 Two sources: a tree of the request's own prompt and output, and a memory of finished outputs shared by all requests. For
-every match length that occurs in either, the continuation is grown to at most length * factor + offset tokens, none with
-an estimated path probability below `floor`; the one with the highest sum of path probabilities, its expected accepted
-tokens, is proposed: a chain, or a tree of at most `nodes` tokens (method suffix-tree, or a decoding with a dynamic tree).
+every match length that occurs in either, the continuation is grown to at most length * factor + offset tokens, none
+with an estimated path probability below `floor`; the one with the highest sum of path probabilities, its expected
+accepted tokens, is proposed: a chain, or a tree of at most `nodes` tokens (suffix-tree, or a decoding with a dynamic
+tree).
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,6 +26,7 @@ class SuffixSettings:
     floor: float = 0.1  # least estimated path probability of a drafted token
     nodes: int = 16  # most tokens of a tree (suffix-tree only)
     memory: int = 100_000  # most tokens of finished outputs that are remembered (suffix-memory only)
+    corpus: str = ""  # data folder whose training answers the memory starts with (suffix-memory only)
 
     def check(self) -> None:
         """Raises ValueError naming the setting."""

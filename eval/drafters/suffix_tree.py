@@ -1,7 +1,7 @@
-"""A suffix tree of token ids with counts, cut at a depth: what followed each of the last 1..depth tokens, and how often.
+"""A suffix tree of token ids with counts, cut at a depth: what followed the last 1..depth tokens, and how often.
 
-SuffixDecoding (Oliaro et al., arXiv 2411.04975, section 3); grown token by token as in Arctic Inference's tree. Edges are
-slices of the texts, so a text of n tokens costs at most 2n nodes whatever the depth, and one token at most `depth` steps.
+SuffixDecoding (Oliaro et al., arXiv 2411.04975, section 3); grown token by token as in Arctic Inference's tree. Edges
+are slices of the texts: n tokens cost at most 2n nodes whatever the depth, and one token at most `depth` steps.
 
 Every suffix of a text (the last 1..depth tokens) that still grows is *active* and ends at a node, never inside an edge.
 A node's count is the number of occurrences of its path. Worked example, text [7, 8, 7, 9, 7]:
