@@ -1,5 +1,6 @@
 """transformers' own loops beside ours: the same ids, steps that add up, records of the same shape in one table."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
