@@ -1,8 +1,8 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup check test bench demo report clean
+.PHONY: help setup check test bench bench-decode demo report clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## .venv with the exact versions of constraints.txt
 	@bash scripts/setup.sh
@@ -21,6 +21,9 @@ demo: ## the whole line on the embedded target: answers, two heads, evaluation, 
 bench: setup ## measure the heads of the last `make demo` again: acceptance, speed, report
 	rm -rf outputs/eval/bench
 	.venv/bin/python -m eval experiment=quickstart/eval name=bench
+
+bench-decode: setup ## our decoding loop beside transformers' own: ratios with their spread (about 8 minutes)
+	.venv/bin/python -m scripts.bench_decode
 
 report: ## where the HTML reports are, newest first
 	@ls -1t outputs/eval/*/report.html 2>/dev/null || echo "no report yet: make demo"
