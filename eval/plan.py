@@ -117,6 +117,8 @@ def check(settings: EvalSettings, limits: dict[str, int]) -> None:
         raise ValueError(f"max_new_tokens={settings.max_new_tokens}: give at least 1")
     if not settings.temperatures or min(settings.temperatures) < 0:
         raise ValueError(f"temperatures={list(settings.temperatures)}: give at least one, none below 0")
+    if min(settings.temperatures) > 0 and (own := [m for m in settings.methods if m in reference.METHODS]):
+        raise ValueError(f"methods has {own[0]!r}, which is measured at temperature 0 only: add 0 to temperatures")
     if bad := [p for p in settings.proposals if p not in ("greedy", "sampled")]:
         raise ValueError(f"proposals has {bad[0]!r}: choose from greedy, sampled")
     if not settings.proposals:

@@ -58,8 +58,10 @@ def test_end_ids_and_context_hold() -> None:
         assert (found.output_ids, found.stop) == (plain.output_ids[:ends], "eos")
 
 
-def test_what_cannot_be_compared_is_refused() -> None:
+def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     target = silent()
+    with pytest.raises(ValueError, match="'hf-lookup', which is measured at temperature 0 only"):
+        plan.check(settings(tmp_path, methods=["lookup", "hf-lookup"], temperatures=[1.0]), {})
     with pytest.raises(ValueError, match="temperature 0 only"):
         reference.generate(target, "hf-generate", PROMPT, Decoding(warpers=Warpers(1.0)))
     with pytest.raises(ValueError, match="needs a draft model"):
