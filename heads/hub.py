@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from heads import HEADS, formats
-from heads.download import commit_of, locate
+from heads.download import locate, repository_of
 from heads.parts import Parts
 from heads.spec import TargetSpec
 
@@ -81,7 +81,7 @@ def read_facts(source: Path | str, spec: TargetSpec | None = None) -> dict[str, 
     if formats.is_head_folder(folder):
         if (made := formats.own_facts(folder)) is not None:
             return {**made, "folder": str(folder)}
-        return _imported_facts(source, folder, formats.read(folder, spec))
+        return _imported_facts(folder, formats.read(folder, spec))
     raise ValueError(
         f"{source}: no trained head here (head.json is missing, and config.json with tensors as well); train one with "
         "`python -m train`"
@@ -112,8 +112,8 @@ def build(folder: Path, parts: Parts) -> Any:
     """A fresh head with the tensors of `parts`, strictly."""
     head = build_head(parts.settings, parts.spec, (parts.tensors["d2t"], parts.tensors["t2d"]))
     fill(head, parts.tensors, folder, "config.json")
-    if lm_head := parts.borrowed.get("lm_head.weight"):
-        head.attach(LMHead(lm_head.float()))
+    if "lm_head.weight" in parts.borrowed:
+        head.attach(LMHead(parts.borrowed["lm_head.weight"].float()))
     return head.eval()
 
 
@@ -186,26 +186,24 @@ def is_imported(folder: Path) -> bool:
     return formats.is_head_folder(folder) and not (folder / "head.json").is_file()
 
 
-def provenance(source: Path | str) -> dict[str, Any]:
+def origin(source: Path | str) -> dict[str, Any]:
     """What a head was made from: of ours what training wrote, of others where they come from and what they hold."""
     folder = locate(source)
     if not is_imported(folder):
         return read_facts(folder)["provenance"]
     made = formats.own_facts(folder)
-    return made["provenance"] if made is not None else _imported(source, folder)
+    return made["provenance"] if made is not None else _imported(folder)
 
 
-def _imported(source: Path | str, folder: Path) -> dict[str, Any]:
-    commit = commit_of(folder)
-    return (
-        {"imported": str(source), "commit": commit}
-        if commit
-        else {"imported": folder.name, "tensors": formats.fingerprint(folder)}
-    )
+def _imported(folder: Path) -> dict[str, Any]:
+    if (cached := repository_of(folder)) is not None:
+        repo, commit = cached
+        return {"imported": repo, "commit": commit}
+    return {"imported": folder.name, "tensors": formats.fingerprint(folder)}
 
 
-def _imported_facts(source: Path | str, folder: Path, parts: Parts) -> dict[str, Any]:
+def _imported_facts(folder: Path, parts: Parts) -> dict[str, Any]:
     """What head.json would say of a folder made elsewhere."""
     config = {key: value for key, value in parts.settings.items() if key != "kind"}
     facts = {"kind": parts.settings["kind"], "config": config, "target": dataclasses.asdict(parts.spec)}
-    return {**facts, "provenance": _imported(source, folder), "folder": str(folder)}
+    return {**facts, "provenance": _imported(folder), "folder": str(folder)}

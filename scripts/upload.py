@@ -5,25 +5,15 @@ half. Large files are sent before it, in parts; what has arrived is not sent aga
 """
 
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
-import httpx2
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.hf_api import RepoFile
 
-from heads.download import hub_error, status_of
-from scripts.layouts import WEIGHTS
+from heads.hub_client import attempt, checksum
 
-TRIES = 5
-FIRST_WAIT_S = 2.0
-PASSING = (408, 409, 412, 429, 500, 502, 503, 504)  # statuses that a second try may not meet again
 # Files that exports of any format write: those of an earlier format go when another one is pushed over it.
-OURS = {"config.json", WEIGHTS, "head.json", "head.safetensors", "manifest.json"}
-
-T = TypeVar("T")
+OURS = {"config.json", "model.safetensors", "head.json", "head.safetensors", "manifest.json"}
 
 
 def push(folder: Path, repo: str, revision: str | None = None, private: bool = True) -> str:
@@ -70,40 +60,12 @@ def files_at(api: HfApi, repo: str, revision: str | None) -> list[RepoFile]:
 
 
 def check_commit(api: HfApi, folder: Path, repo: str, oid: str) -> None:
-    """Every file of the folder lies in the commit, size and checksum. Raises ValueError naming one that differs."""
+    """Every file of the folder lies in the commit, by its checksum. Raises ValueError naming one that differs."""
     there = {file.path: file for file in attempt(f"push={repo}", lambda: files_at(api, repo, oid))}
     for path in sorted(folder.iterdir()):
         found = there.get(path.name)
-        own = CommitOperationAdd(path.name, path)
-        same = found is not None and found.size == path.stat().st_size
-        if found is not None and found.lfs is not None:
-            same = same and found.lfs.sha256 == own.upload_info.sha256.hex()
-        if not same:
+        known = None if found is None else found.blob_id if found.lfs is None else found.lfs.sha256
+        if known is None or checksum(path, like=known) != known:
             raise ValueError(
                 f"push={repo}: {path.name} in commit {oid[:8]} is not the file that was sent; push it again"
             )
-
-
-def attempt(what: str, call: Callable[[], T]) -> T:
-    """Try again with growing waits while the Hub is busy or the connection breaks. Raises ValueError at the end."""
-    wait = FIRST_WAIT_S
-    for left in reversed(range(TRIES)):
-        try:
-            return call()
-        except (httpx2.HTTPError, OSError, RuntimeError, ValueError) as error:
-            status = status_of(error)
-            passing = status in PASSING if status is not None else broken_connection(error)
-            if not passing or not left:
-                raise hub_error(what, error) from error
-            print(f"export: {hub_error(what, error)}; trying again in {wait:g} s", file=sys.stderr)
-            time.sleep(wait)
-            wait = min(2 * wait, 60.0)
-    raise AssertionError("the last try returns or raises")
-
-
-def broken_connection(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, httpx2.TransportError):
-            return True
-        error = error.__cause__
-    return False

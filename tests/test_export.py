@@ -141,14 +141,14 @@ def test_files_and_config_are_those_of_the_contract(tmp_path: Path) -> None:
 
 def test_a_whole_vocabulary_has_no_map(tmp_path: Path) -> None:
     target = tiny_target(layers=6)
-    out = exported(tmp_path, target, eagle3(target))
+    out = exported(tmp_path, target, eagle3(target, std=0.3))
     assert not {"d2t", "t2d"} & set(load_file(out / "model.safetensors"))
     assert config_of(out)["draft_vocab_size"] == config_of(out)["vocab_size"] == 64
 
 
 def test_scaled_rope_survives_in_both_spellings(tmp_path: Path) -> None:
     target = tiny_target(layers=6, rope_parameters=SCALED)
-    out = exported(tmp_path, target, eagle3(target))
+    out = exported(tmp_path, target, eagle3(target, std=0.3))
     config = config_of(out)
     assert config["rope_parameters"] == SCALED and config["rope_theta"] == 500000.0
     assert config["rope_scaling"] == {key: value for key, value in SCALED.items() if key != "rope_theta"}
