@@ -47,7 +47,7 @@ class ExportRun:
     name: str = "export"
     outputs: str = "outputs"
     trained: str = "outputs/train/eagle3"  # run folder of `python -m train`, a head folder, or a Hub id (user/repo@rev)
-    target: str | None = None  # embedded name, folder or Hub id, of a head made elsewhere; ours know theirs
+    target_id: str | None = None  # embedded name, folder or Hub id: of a head made elsewhere, or where ours lies by now
     measured: str | None = None  # run folder of `python -m eval` on this head, for the card
     out: str | None = None  # null: outputs/export/<name>
     format: str = "vllm"  # vllm | sglang | speculators | native
@@ -68,11 +68,11 @@ def main(settings: ExportRun) -> None:
     check_settings(settings)
     folder = locate(settings.trained)
     imported = is_imported(folder) and own_facts(folder) is None
-    if imported and settings.target is None:
+    if imported and settings.target_id is None:
         raise ExportError(
-            f"trained={settings.trained} was made elsewhere: say which target it drafts for, target=user/model"
+            f"trained={settings.trained} was made elsewhere: say which target it drafts for, target_id=user/model"
         )
-    given = TargetSettings(id=settings.target) if imported and settings.target else None
+    given = TargetSettings(id=settings.target_id) if imported and settings.target_id else None
     target = Target.load(plain(given)) if given else None
     facts = read_facts(folder, target.spec if target else None)
     if given:
@@ -195,11 +195,11 @@ def its_target(settings: ExportRun, facts: dict[str, Any]) -> Target | None:
     Raises ExportError when it is another one by now, or needed and not known.
     """
     needed = borrows(facts) or settings.format == "speculators"
-    made = facts["provenance"].get("target")
+    made = {"id": settings.target_id} if settings.target_id else facts["provenance"].get("target")
     if not needed and (not settings.with_target or not isinstance(made, dict)):
         return None
     if not isinstance(made, dict):
-        raise ExportError(f"{facts['folder']}: head.json does not say how its target is loaded; train the head again")
+        raise ExportError(f"{facts['folder']}: head.json does not say how its target is loaded: give it, target_id=...")
     target = Target.load(plain(TargetSettings(**made)))
     if differing := TargetSpec.from_dict(facts["target"]).same_target(target.spec):
         raise ExportError(
