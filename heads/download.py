@@ -20,17 +20,19 @@ PICKLES = ["pytorch_model*.bin", "pytorch_model.bin.index.json", "medusa_lm_head
 def locate(source: str | Path) -> Path:
     """The folder of `source`: a folder as it is, a Hub id `user/repo[@revision]` downloaded into the client's cache.
 
+    A Path is always a folder; so is a string that names one, or that no repository could bear.
+
     Raises ValueError when there is neither, when the Hub refuses, or when a file does not have its own checksum.
     """
     folder = Path(source).expanduser()
-    if folder.is_dir() or not REPOSITORY.fullmatch(str(source)) or str(source).startswith("."):
+    if isinstance(source, Path) or folder.is_dir() or source.startswith(".") or not REPOSITORY.fullmatch(source):
         return folder
-    repo, _, revision = str(source).partition("@")
+    repo, _, revision = source.partition("@")
     found = _snapshot(repo, revision or None, FACTS + TENSORS)
     if not any(fnmatch.fnmatch(path.name, pattern) for path in found.iterdir() for pattern in TENSORS):
         found = _snapshot(repo, revision or None, FACTS + PICKLES)
     for path in sorted(found.iterdir()):
-        _check_blob(path, str(source))
+        _check_blob(path, source)
     return found
 
 

@@ -39,6 +39,7 @@ def verify(folder: Path, head: Any, made: Made, target: Any = None, untrained: b
     except ValueError as error:
         raise ExportError(f"the written folder cannot be read back: {error}") from error
     check_settings(written, head)
+    check_trained_settings(head, made)
     check_rope(written, head)
     rounded = copy.deepcopy(head)
     rounded.load_state_dict(as_float32(cast(head.state_dict(), made.dtype)))
@@ -58,9 +59,25 @@ def read_back(folder: Path, made: Made) -> Any:
     """A fresh head from the written files alone, loaded strictly."""
     if made.format == "native":
         return load_head(folder, made.spec)
+    check_map_files(folder)
     parts = formats.read(folder, made.spec)
     check_carried(parts, made)
     return build(folder, parts)
+
+
+def check_map_files(folder: Path) -> None:
+    """Our reader rebuilds half a map, engines do not: vLLM then takes the first D ids, and SGLang the same."""
+    config, tensors = formats.read_json(folder / "config.json"), formats.read_tensors(folder)
+    if "draft_vocab_size" not in config or "lm_head.weight" not in tensors:
+        return
+    V = config.get("transformer_layer_config", config)["vocab_size"]
+    reduced = len(tensors["lm_head.weight"]) < V
+    for name in ("d2t", "t2d"):
+        if (name in tensors) != reduced:
+            why = (
+                f"the map of {len(tensors['lm_head.weight'])} draft ids to {V}" if reduced else "vLLM refuses it there"
+            )
+            raise ExportError(f"tensor {name} is {'missing' if reduced else 'there with a whole vocabulary'}: {why}")
 
 
 def check_carried(parts: Parts, made: Made) -> None:
@@ -82,6 +99,17 @@ def check_settings(written: Any, head: Any) -> None:
         theirs, own = getattr(written.config, name, None), getattr(head.config, name, None)
         if theirs != own:
             raise ExportError(f"the written folder says {name}={theirs}, the head was trained with {own}")
+
+
+def check_trained_settings(head: Any, made: Made) -> None:
+    """Training's own record of the head against head.json: one of them was changed by hand where they differ."""
+    trained = made.facts["provenance"].get("head") or {}
+    if trained.get("kind") != made.facts["kind"]:
+        return
+    for name in COMPUTES:
+        own = getattr(head.config, name, None)
+        if trained.get(name) is not None and trained[name] != own:
+            raise ExportError(f"head.json says {name}={own}, its training's record {trained[name]}: it was changed")
 
 
 def check_rope(written: Any, head: Any) -> None:

@@ -28,7 +28,7 @@ SCALED = {
 }  # fmt: skip
 
 
-def run_folder(folder: Path, made_for: Target, head: Any, **provenance: Any) -> Path:
+def run_folder(folder: Path, made_for: Target, head: Any, /, **provenance: Any) -> Path:
     """What `python -m train` leaves, as far as an export reads it."""
     save_head(folder / "best", head, made_for.spec, {"step": 2, "tokens": 30, **provenance})
     return folder
