@@ -1,6 +1,7 @@
 """Calls of the Hub client: tried again while the Hub is busy or the connection breaks, and refused in one sentence."""
 
 import hashlib
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +25,8 @@ _STATUS = {
 }
 
 T = TypeVar("T")
+
+logging.getLogger("httpx2").setLevel(logging.WARNING)  # the client's: a line for each request otherwise
 
 
 def attempt(what: str, call: Callable[[], T]) -> T:

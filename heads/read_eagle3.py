@@ -63,7 +63,7 @@ def read(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], spec:
     D = named["lm_head.weight"].shape[0]
     named |= vocabulary(folder, config, named, D, spec.vocab_size)
     own = own_sizes(layer, spec)
-    settings = {"kind": "eagle3", "taps": taps, "draft_vocab_size": None if D == spec.vocab_size else D}
+    settings: dict[str, Any] = {"kind": "eagle3", "taps": taps, "draft_vocab_size": None if D == spec.vocab_size else D}
     settings |= {"num_kv_heads": layer.num_key_value_heads, "layer": own or None, **flags(folder, config)}
     return Parts(settings, spec, named, borrowed, notices)
 
@@ -107,7 +107,7 @@ def written_taps(folder: Path, config: dict[str, Any], count: int) -> list[int] 
     shifted = [i + 1 for i in outputs] if outputs else None
     if entering and shifted and list(entering) != shifted:
         raise ValueError(
-            f"{folder}/config.json: {TAPS}={list(entering)} and eagle_config's {list(outputs)} (counted as layer "
+            f"{folder}/config.json: {TAPS}={list(entering)} and eagle_config's {outputs} (counted as layer "
             f"outputs, one less) name different taps"
         )
     taps = list(entering) if entering else shifted

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from heads.embedded import EMBEDDED
-from heads.read_eagle3 import TAPS
+from heads.read_eagle3 import FLAGS, TAPS
 from scripts.layouts import Layout, Made
 
 NAMES = {"eagle3": "EAGLE-3", "medusa": "Medusa-1"}
@@ -123,9 +123,8 @@ def vllm_only(written: Layout) -> str | None:
     """Why SGLang would misread this EAGLE-3 folder, None where it does not."""
     if written.config[TAPS][0] == 0:
         return "it taps the embeddings (tap 0), which SGLang cannot"
-    if written.config.get("norm_before_residual"):
-        return "its residual is the normed feature (norm_before_residual), which SGLang does not support"
-    return None
+    trained = [key for key in FLAGS if written.config.get(key)]
+    return f"it was trained with {trained[0]}, which SGLang does not have" if trained else None
 
 
 def head_facts(made: Made, written: Layout) -> list[str]:

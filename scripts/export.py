@@ -27,12 +27,13 @@ from safetensors.torch import save_file
 from conf.entry import run
 from heads.download import locate
 from heads.formats import own_facts
-from heads.hub import LMHead, is_imported, load, read_facts, write_json
+from heads.hub import is_imported, load, read_facts, write_json
 from heads.spec import TargetSpec
 from heads.target import Target, TargetSettings
 from scripts import upload
-from scripts.card import base_model, card, draft_tokens, read_measured
-from scripts.layouts import DTYPES, FORMATS, WEIGHTS, ExportError, Layout, Made
+from scripts.card import card, read_measured
+from scripts.gather import gather, is_local, its_target, plain
+from scripts.layouts import DTYPES, FORMATS, WEIGHTS, ExportError, Layout
 from scripts.place import check_place, finished, sha256, swap, sweep
 from scripts.verify import verify
 from scripts.writers import check_format, layout
@@ -79,6 +80,7 @@ def main(settings: ExportRun) -> None:
         facts["provenance"]["target"] = dataclasses.asdict(given)
     if settings.format != "native":
         check_format(facts["kind"], settings.format)
+    check_base(settings, facts)
     measured = read_measured(settings.measured, facts["provenance"])
     out = Path(settings.out) if settings.out else Path(settings.outputs) / "export" / settings.name
     wanted = fingerprint(settings, facts, measured)
@@ -97,6 +99,15 @@ def main(settings: ExportRun) -> None:
     if settings.push:
         report["pushed"] = upload.push(out, settings.push, settings.revision, settings.private)
     print(json.dumps(report))
+
+
+def check_base(settings: ExportRun, facts: dict[str, Any]) -> None:
+    """A model card on the Hub names its base model by a Hub id; a target that was a folder here has none."""
+    if settings.push and not settings.base_model and is_local(facts["provenance"].get("target")):
+        raise ExportError(
+            f"push={settings.push}: the target was a folder here, {facts['target']['name']}; say its Hub id, "
+            "base_model=user/model"
+        )
 
 
 def show(files: dict[str, int], place: str) -> None:
@@ -132,8 +143,8 @@ def write(
     Returns name -> bytes of every file.
     """
     check_map_is_there(Path(facts["folder"]), facts)
-    head = load(facts["folder"], TargetSpec.from_dict(facts["target"]), target)
     target = target or its_target(settings, facts)
+    head = load(Path(facts["folder"]), TargetSpec.from_dict(facts["target"]), target)
     made = gather(settings, facts, target)
     if made.lm_head is not None:
         head.attach(made.lm_head)
@@ -164,62 +175,6 @@ def write(
         file=sys.stderr,
     )
     return sizes
-
-
-def gather(settings: ExportRun, facts: dict[str, Any], target: Target | None) -> Made:
-    """What the writers need beside the head."""
-    made = Made(
-        facts=published(facts),
-        spec=TargetSpec.from_dict(facts["target"]),
-        format=settings.format,
-        dtype=settings.dtype,
-        base=settings.base_model or base_model(facts["target"]["name"]),
-        draft_tokens=draft_tokens(facts),
-    )
-    if target is not None:
-        if borrows(facts):
-            weight, bias = target.lm_head()
-            made.lm_head = LMHead(weight.detach(), None if bias is None else bias.detach())
-        made.embeddings = target.model.get_input_embeddings().weight.detach()
-    return made
-
-
-def borrows(facts: dict[str, Any]) -> bool:
-    """Whether the head drafts with the target's LM head."""
-    return bool(facts["config"].get("shared_lm_head"))
-
-
-def its_target(settings: ExportRun, facts: dict[str, Any]) -> Target | None:
-    """The very target the head was trained on, None where it is neither needed nor wanted.
-
-    Raises ExportError when it is another one by now, or needed and not known.
-    """
-    needed = borrows(facts) or settings.format == "speculators"
-    made = {"id": settings.target_id} if settings.target_id else facts["provenance"].get("target")
-    if not needed and (not settings.with_target or not isinstance(made, dict)):
-        return None
-    if not isinstance(made, dict):
-        raise ExportError(f"{facts['folder']}: head.json does not say how its target is loaded: give it, target_id=...")
-    target = Target.load(plain(TargetSettings(**made)))
-    if differing := TargetSpec.from_dict(facts["target"]).same_target(target.spec):
-        raise ExportError(
-            f"target {made.get('id')!r} is no longer what the head was trained on: {', '.join(differing)} differ"
-        )
-    return target
-
-
-def plain(settings: TargetSettings) -> TargetSettings:
-    """The target for comparisons: float32, and each weight where the model has it."""
-    return dataclasses.replace(settings, packed=False, dtype="float32")
-
-
-def published(facts: dict[str, Any]) -> dict[str, Any]:
-    """head.json as it leaves this machine: a folder's place becomes its name."""
-    provenance = dict(facts["provenance"])
-    made = provenance.get("target")
-    if isinstance(made, dict) and str(made.get("id", "")).startswith((".", "/", "~")):
-        provenance["target"] = {**made, "id": Path(made["id"]).name}
-    return {**{key: value for key, value in facts.items() if key != "folder"}, "provenance": provenance}
 
 
 def write_layout(folder: Path, written: Layout, format: str) -> None:

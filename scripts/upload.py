@@ -6,6 +6,7 @@ half. Large files are sent before it, in parts; what has arrived is not sent aga
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.hf_api import RepoFile
@@ -41,10 +42,8 @@ def push(folder: Path, repo: str, revision: str | None = None, private: bool = T
         there = {file.path for file in files_at(api, repo, revision)}
         local = sorted(path for path in folder.iterdir() if path.is_file())
         stale = sorted((there & OURS) - {path.name for path in local})
-        operations = [
-            *(CommitOperationDelete(name) for name in stale),
-            *(CommitOperationAdd(path.name, path) for path in local),
-        ]
+        operations: list[Any] = [CommitOperationDelete(name) for name in stale]
+        operations += [CommitOperationAdd(path.name, path) for path in local]
         message = f"Draft head: {', '.join(path.name for path in local)}"
         return api.create_commit(repo, operations, commit_message=message, revision=revision).oid
 

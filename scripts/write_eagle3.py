@@ -25,8 +25,8 @@ def engine_layout(head: Eagle3, made: Made) -> Layout:
     check_taps(head, made.spec.num_layers, sglang)
     check_map(head)
     variants = trained_variants(head)
-    if sglang and variants.get("norm_before_residual"):
-        raise ExportError("format=sglang: SGLang has no norm_before_residual and would draft nonsense; use format=vllm")
+    if sglang and (trained := [key for key, value in variants.items() if value]):
+        raise ExportError(f"format=sglang: SGLang has no {trained[0]} and would draft nonsense; use format=vllm")
     taps = list(head.taps)
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],

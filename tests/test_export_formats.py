@@ -161,6 +161,7 @@ def test_unknown_formats_and_places_are_refused(tmp_path: Path, loaded: Loaded) 
     for settings, message in (
         ({"format": "gguf"}, "format='gguf' must be one of vllm, sglang, speculators, native"),
         ({"push": "draft"}, "push='draft' must be user/repo"),
+        ({"push": "someone/draft"}, "the target was a folder here, .*; say its Hub id, base_model=user/model"),
         ({"revision": "v1"}, "revision='v1' names a branch of a Hub repository: set push"),
     ):
         with pytest.raises(ValueError, match=message):
