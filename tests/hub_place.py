@@ -28,11 +28,3 @@ def pointed_at_a_hub(tmp_path: Path, patch: pytest.MonkeyPatch) -> Iterator[HubS
         patch.setattr("huggingface_hub.utils._http.time", quick)
         yield server
         close_session()
-
-
-def environment(server: HubServer, tmp_path: Path) -> dict[str, str]:
-    """The same for a command in a process of its own."""
-    return {
-        "HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN,
-        "HF_HOME": str(tmp_path / "hub-home"),
-    }  # fmt: skip

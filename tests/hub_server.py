@@ -10,7 +10,6 @@ import hashlib
 import json
 import re
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -79,6 +78,10 @@ class HubServer(ThreadingHTTPServer):
                     fault.seen += 1
                     return fault.kind
         return None
+
+    def has_seen(self, pattern: str) -> bool:
+        with self.lock:
+            return any(re.search(pattern, line) for line in self.asked)
 
     def files(self, repo: str, revision: str = "main") -> dict[str, bytes]:
         found = self.repos[repo]
@@ -336,14 +339,3 @@ def serving(server: HubServer) -> Iterator[HubServer]:
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-def waited(server: HubServer, pattern: str, seconds: float = 60.0) -> bool:
-    """Whether a request matching `pattern` has come in within that time."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        with server.lock:
-            if any(re.search(pattern, line) for line in server.asked):
-                return True
-        time.sleep(0.05)
-    return False

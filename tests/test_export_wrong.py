@@ -1,9 +1,6 @@
 """Mistakes that engines load without a word are each found before anything is kept or uploaded."""
 
 import json
-import os
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from elsewhere import Loaded, loadable_target
+from forked import killed
 from hub_place import pointed_at_a_hub
 from hub_server import HubServer
 from test_export import DRAFT, exported, run_folder
@@ -177,22 +175,18 @@ def test_the_targets_own_features_are_what_is_compared_on(tmp_path: Path, loaded
         assert said in capsys.readouterr().err
 
 
-def test_kill_9_during_the_export_leaves_no_folder_that_looks_whole(tmp_path: Path, root: Path, python: str) -> None:
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_kill_9_during_the_export_leaves_no_folder_that_looks_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed once the tensors and config.json are written, before the manifest: the next export clears it away."""
     target = tiny_target(layers=6)
     trained = run_folder(tmp_path / "run", target, head_of(target))
-    settings = f"ExportRun(trained={str(trained)!r}, out={str(tmp_path / 'out')!r}, outputs={str(tmp_path)!r})"
-    code = (
-        "import time\nfrom scripts import export\nfrom scripts.export import ExportRun\n"
-        f"export.card = lambda *a: time.sleep(600)\nexport.main({settings})"
-    )
-    with subprocess.Popen([python, "-c", code], cwd=root, stderr=subprocess.PIPE, env={**os.environ}) as started:
-        end = time.monotonic() + 90
-        while not list(tmp_path.glob("out.*.tmp/config.json")) and time.monotonic() < end:
-            time.sleep(0.02)
-        os.kill(started.pid, signal.SIGKILL)
+    settings = ExportRun(trained=str(trained), out=str(tmp_path / "out"), outputs=str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "card", lambda *given: time.sleep(600))
+        child = killed(lambda: export.main(settings), lambda: list(tmp_path.glob("out.*.tmp/config.json")))
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == [f"out.{started.pid}.tmp", "run"]
-    assert not (tmp_path / left[0] / "manifest.json").exists()
-    export.main(ExportRun(trained=str(trained), out=str(tmp_path / "out"), outputs=str(tmp_path)))
+    assert left == [f"out.{child}.tmp", "run"] and not (tmp_path / left[0] / "manifest.json").exists()
+    export.main(settings)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]

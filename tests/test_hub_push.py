@@ -1,17 +1,14 @@
 """Pushing to a Hub (a stand-in on the loopback, the client is the real one): whole or not at all, and read back."""
 
 import json
-import os
-import signal
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_place import environment, pointed_at_a_hub
-from hub_server import PART, TOKEN, HubServer, waited
+from forked import killed
+from hub_place import pointed_at_a_hub
+from hub_server import PART, TOKEN, HubServer
 from test_export import DRAFT, exported
 from tiny import tiny_target
 from toys import eagle3, largest_gap, weights
@@ -165,21 +162,14 @@ def test_without_a_token_the_login_is_named(hub: HubServer, folder: Path, monkey
         push(folder, REPO)
 
 
-def test_kill_9_during_the_upload_leaves_no_revision_that_looks_whole(
-    hub: HubServer, folder: Path, tmp_path: Path, root: Path, python: str
-) -> None:
-    """Killed at the last moment: all is uploaded and the commit is asked for."""
-    place = "POST /api/models/.*/commit"
-    hub.arm(place, "hang")
-    code = f"from scripts.upload import push; from pathlib import Path; push(Path({str(folder)!r}), {REPO!r})"
-    started = subprocess.Popen(
-        [python, "-c", code], cwd=root, env={**os.environ, **environment(hub, tmp_path)}, stderr=subprocess.PIPE
-    )
-    with started:
-        assert waited(hub, place)
-        os.kill(started.pid, signal.SIGKILL)
-    hub.release.set()
-    time.sleep(0.1)
-    assert ours(hub) == []
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_kill_9_during_the_upload_leaves_no_revision_that_looks_whole(hub: HubServer, folder: Path) -> None:
+    """Killed at each step that the server can see, up to the last: all is uploaded and the commit is asked for."""
+    for place in ("PUT /lfs", "POST /lfs/.*/complete", "POST /api/models/.*/commit"):
+        hub.arm(place, "hang")
+        hub.asked.clear()
+        killed(lambda: push(folder, REPO), lambda: hub.has_seen(place))  # noqa: B023
+        assert ours(hub) == []
+    hub.asked.clear()
     push(folder, REPO)
-    assert ours(hub) == FILES
+    assert ours(hub) == FILES and not hub.has_seen("PUT /lfs"), "what has arrived is not sent again"
