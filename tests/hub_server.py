@@ -250,11 +250,18 @@ class _Handler(BaseHTTPRequestHandler):
         made = repo.commit(revision, files)
         self._json({"commitUrl": f"{self.server.url}/{name}/commit/{made}", "commitOid": made})
 
-    def tree(self, name: str, revision: str) -> None:
+    def paths(self, name: str, revision: str) -> None:
+        is_json = "json" in (self.headers.get("Content-Type") or "")
+        body = self.body.decode()
+        self.tree(name, revision, only=json.loads(body)["paths"] if is_json else parse_qs(body)["paths"])
+
+    def tree(self, name: str, revision: str, only: list[str] | None = None) -> None:
         if found := self._at(name, revision):
             repo, oid = found
             entries = []
             for path, content in repo.commits[oid].items():
+                if only is not None and path not in only:
+                    continue
                 entry: dict[str, Any] = {"type": "file", "path": path, "size": len(content), "oid": _blob_id(content)}
                 if (sha := _sha256(content)) in repo.large:
                     entry["lfs"] = {"oid": sha, "size": len(content), "pointerSize": 130}
@@ -305,13 +312,14 @@ _NAME = r"([\w.-]+/[\w.-]+)"
 ROUTES = [
     (r"POST /api/repos/create", "create"),
     (r"POST /api/validate-yaml", "validate"),
-    (rf"GET /api/models/{_NAME}", "info"),
-    (rf"GET /api/models/{_NAME}/revision/(.+)", "info"),
-    (rf"GET /api/models/{_NAME}/refs", "refs"),
+    (rf"(?:GET|HEAD) /api/models/{_NAME}", "info"),
+    (rf"(?:GET|HEAD) /api/models/{_NAME}/revision/(.+)", "info"),
+    (rf"(?:GET|HEAD) /api/models/{_NAME}/refs", "refs"),
     (rf"POST /api/models/{_NAME}/branch/(.+)", "branch"),
     (rf"POST /api/models/{_NAME}/preupload/(.+)", "preupload"),
     (rf"POST /api/models/{_NAME}/commit/(.+)", "commit"),
-    (rf"GET /api/models/{_NAME}/tree/([^/]+)/?", "tree"),
+    (rf"(?:GET|HEAD) /api/models/{_NAME}/tree/([^/]+)/?", "tree"),
+    (rf"POST /api/models/{_NAME}/paths-info/([^/]+)", "paths"),
     (rf"POST /{_NAME}\.git/info/lfs/objects/batch", "batch"),
     (r"PUT /lfs/(\w+)", "put"),
     (r"POST /lfs/(\w+)/complete", "complete"),
