@@ -3,8 +3,9 @@
 `read` gives the parts of a head (settings, target facts, tensors under our names); `heads.hub.load` builds it. What a
 folder holds is read off its tensors, because published configs name their architecture in a dozen ways:
 
-    fc.weight + self_attn.q_proj of width 2H      EAGLE-3, engine layout or speculators format
-    medusa_heads.0.0.linear.weight, 0.0.linear.weight    Medusa
+    fc.weight + self_attn.q_proj of width 2H              EAGLE-3, engine layout or speculators format
+    fc.weight [H, 2H] + self_attn.q_proj of width H       EAGLE-1
+    medusa_heads.0.0.linear.weight, 0.0.linear.weight     Medusa
 
 A new head is one entry of READERS.
 """
@@ -19,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from heads import read_eagle3, read_medusa
+from heads import read_eagle1, read_eagle3, read_medusa
 from heads.parts import Parts
 from heads.spec import TargetSpec
 
@@ -27,6 +28,7 @@ from heads.spec import TargetSpec
 READERS: dict[str, tuple[Callable[..., bool], Callable[..., Parts]]] = {
     "medusa": (read_medusa.is_one, read_medusa.read),
     "eagle3": (read_eagle3.is_one, read_eagle3.read),
+    "eagle1": (read_eagle1.is_one, read_eagle1.read),
 }
 
 _WEIGHTS = ("model.safetensors", "medusa_lm_head.safetensors", "pytorch_model.bin", "medusa_lm_head.pt")
@@ -49,8 +51,8 @@ def read(folder: Path, spec: TargetSpec | None = None) -> Parts:
                 parts.settings = {**made["config"], **parts.settings}  # what training knew and the format does not say
             return parts
     raise ValueError(
-        f"{folder}: these tensors are no head that is known here ({', '.join(sorted(tensors)[:4])} ...): EAGLE-3 in "
-        "the layout of vLLM and SGLang, speculators folders and Medusa are read"
+        f"{folder}: these tensors are no head that is known here ({', '.join(sorted(tensors)[:4])} ...): EAGLE in "
+        "the layouts of vLLM and SGLang, speculators folders and Medusa are read"
     )
 
 

@@ -9,7 +9,6 @@ Tap ids stand in config.json twice, as ids of the state *entering* a layer (vLLM
     eagle_aux_hidden_state_layer_ids [2, 15, 27]  =  eagle_config {"eagle_aux_hidden_state_layer_ids": [1, 14, 26]}
 """
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from heads.eagle3 import Eagle3Config
-from heads.layers import OWN_FIELDS, layer_config
-from heads.parts import Parts, size, unknown_target
+from heads.parts import Parts, unknown_target
+from heads.read_layer import our_names, own_sizes, read_layer, sizes
 from heads.spec import TargetSpec, check_taps, default_taps
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
@@ -42,7 +40,7 @@ def is_one(tensors: dict[str, Tensor]) -> bool:
 def read(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], spec: TargetSpec | None) -> Parts:
     """Raises ValueError naming the key or tensor that does not fit. Unknown tensors are kept: loading refuses them."""
     notices: list[str] = []
-    named = our_names(folder, tensors)
+    named = our_names(folder, tensors, "midlayer.")
     borrowed = {name: named.pop(name) for name in ("embed_tokens.weight",) if name in named}
     layer = read_layer(folder, config)
     for name in ("fc.weight", "lm_head.weight"):
@@ -64,40 +62,8 @@ def read(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], spec:
     named |= vocabulary(folder, config, named, D, spec.vocab_size)
     own = own_sizes(layer, spec)
     settings: dict[str, Any] = {"kind": "eagle3", "taps": taps, "draft_vocab_size": None if D == spec.vocab_size else D}
-    settings |= {"num_kv_heads": layer.num_key_value_heads, "layer": own or None, **flags(folder, config)}
+    settings |= {"num_kv_heads": layer.num_key_value_heads, "layer": own or None, **flags(config)}
     return Parts(settings, spec, named, borrowed, notices)
-
-
-def our_names(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """'layers.0.mlp.up_proj.weight', 'model.midlayer.mlp...' -> 'midlayer.mlp.up_proj.weight'."""
-    found: dict[str, Tensor] = {}
-    for name, value in tensors.items():
-        ours = name.removeprefix("model.")
-        ours = f"midlayer.{ours.removeprefix('layers.0.')}" if ours.startswith("layers.0.") else ours
-        if ours in found:
-            raise ValueError(f"{folder}: tensor {ours} is there twice, under two names")
-        found[ours] = value
-    return found
-
-
-def read_layer(folder: Path, config: dict[str, Any]) -> LlamaConfig:
-    """Configuration of the draft layer, as the engines read it: RoPE in either spelling, missing sizes derived."""
-    raw = config.get("transformer_layer_config", config)
-    for key in ("hidden_size", "intermediate_size", "num_attention_heads"):
-        size(raw, key, folder)
-    plain = {key: value for key, value in raw.items() if key not in ("architectures", "model_type", "auto_map")}
-    layer = LlamaConfig.from_dict(plain)
-    if layer.hidden_act != "silu" or raw.get("num_hidden_layers", 1) != 1:
-        raise ValueError(
-            f"{folder}/config.json: {raw.get('num_hidden_layers', 1)} layers with {layer.hidden_act}: heads of one "
-            "layer with silu are read"
-        )
-    target_size = config.get("target_hidden_size") or layer.hidden_size
-    if target_size != layer.hidden_size:
-        raise ValueError(
-            f"{folder}/config.json: target_hidden_size={target_size} is not hidden_size={layer.hidden_size}"
-        )
-    return layer
 
 
 def written_taps(folder: Path, config: dict[str, Any], count: int) -> list[int] | None:
@@ -145,19 +111,13 @@ def vocabulary(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor],
     return {"d2t": d2t.to(torch.int64), "t2d": rebuilt}
 
 
-def flags(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Trained variants as settings; one that this project does not have is refused, never ignored."""
-    known = {field.name for field in dataclasses.fields(Eagle3Config)}
+def flags(config: dict[str, Any]) -> dict[str, bool]:
+    """Trained variants as settings of the head."""
     speculators = "speculators_model_type" in config
     found = {}
     for key, (there, elsewhere) in FLAGS.items():
         value = config.get(key)
-        value = (there if speculators else elsewhere) if value is None else bool(value)
-        if key in known:
-            found[key] = value
-        elif value:
-            said = "" if key in config else " (the default of the speculators format)"
-            raise ValueError(f"{folder}/config.json: {key}=true{said} is a variant that cannot be read here")
+        found[key] = (there if speculators else elsewhere) if value is None else bool(value)
     return found
 
 
@@ -176,18 +136,5 @@ def described_target(folder: Path, config: dict[str, Any], layer: LlamaConfig, t
         vocab_size=layer.vocab_size,
         num_layers=taps[-1] + 1,  # at least so many
         num_kv_heads=layer.num_key_value_heads,
-        **_sizes(layer),
+        **sizes(layer),
     )
-
-
-def own_sizes(layer: LlamaConfig, spec: TargetSpec) -> dict[str, Any]:
-    """What the layer does not share with its target: {"rope": {...}, "intermediate_size": ...}."""
-    theirs = _sizes(layer_config(spec))
-    return {key: value for key, value in _sizes(layer).items() if value != theirs[key]}
-
-
-def _sizes(layer: LlamaConfig) -> dict[str, Any]:
-    """The layer's own fields by the names of TargetSpec."""
-    names = {"num_heads": "num_attention_heads"}
-    found = {key: getattr(layer, names.get(key, key)) for key in OWN_FIELDS if key != "rope"}
-    return {**found, "rope": {k: v for k, v in layer.rope_parameters.items() if k != "partial_rotary_factor"}}

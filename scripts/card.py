@@ -8,7 +8,12 @@ from heads.embedded import EMBEDDED
 from heads.read_eagle3 import FLAGS, TAPS
 from scripts.layouts import Layout, Made
 
-NAMES = {"eagle3": "EAGLE-3", "medusa": "Medusa-1"}
+NAMES = {
+    "eagle3": "EAGLE-3", "eagle1": "EAGLE-1", "medusa": "Medusa-1", "mtp": "MTP", "block": "Block-parallel",
+    "mlp": "MLP speculator", "lstm": "LSTM speculator",
+}  # fmt: skip
+# What engines call a head: vLLM's method, SGLang's algorithm.
+METHODS = {"eagle3": ("eagle3", "EAGLE3"), "eagle1": ("eagle", "EAGLE"), "medusa": ("medusa", "")}
 # The embedded target is this model, stored in four bits a weight.
 EMBEDDED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 COLUMNS = (
@@ -56,9 +61,9 @@ def base_model(name: str) -> str:
 
 
 def draft_tokens(facts: dict[str, Any]) -> int:
-    """How many tokens engines are told to draft: as many steps as were trained."""
+    """How many tokens engines are told to draft: as many steps as were trained, and at least 3 where steps repeat."""
     config = facts["config"]
-    return int(config.get("num_heads") or config.get("ttt_steps") or config.get("steps") or 3)
+    return int(config.get("num_heads") or max(3, config.get("ttt_steps") or config.get("train_steps") or 3))
 
 
 def card(made: Made, written: Layout, measured: dict[str, Any] | None, settings: CardSettings, folder: Path) -> str:
@@ -105,22 +110,27 @@ def serve(made: Made, written: Layout) -> str:
         )
     if made.format == "speculators":
         return "vLLM reads the target and k from the folder:\n\n```\nvllm serve PATH_OR_ID_OF_THIS_FOLDER\n```"
-    config = json.dumps({"method": kind, "model": "PATH_OR_ID_OF_THIS_FOLDER", "num_speculative_tokens": k})
+    method, algorithm = METHODS[kind]
+    config = json.dumps({"method": method, "model": "PATH_OR_ID_OF_THIS_FOLDER", "num_speculative_tokens": k})
     vllm = f"```\nvllm serve {base} --speculative-config '{config}'\n```"
     if kind == "medusa":
         return f"{vllm}\n\nvLLM up to 0.32.0 only: 0.33.0 removed Medusa, and SGLang never had it."
-    if reason := vllm_only(written):
+    if reason := vllm_only(made, written):
         return f"{vllm}\n\nvLLM only: {reason}."
     sglang = (
-        f"python -m sglang.launch_server --model-path {base} --speculative-algorithm EAGLE3 \\\n"
+        f"python -m sglang.launch_server --model-path {base} --speculative-algorithm {algorithm} \\\n"
         f"  --speculative-draft-model-path PATH_OR_ID_OF_THIS_FOLDER --speculative-num-steps {k} \\\n"
         f"  --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"
     )
+    if kind == "eagle1" and made.format == "sglang":
+        return f"SGLang (export with format=vllm for vLLM):\n\n```\n{sglang}\n```"
     return f"vLLM:\n\n{vllm}\n\nSGLang:\n\n```\n{sglang}\n```"
 
 
-def vllm_only(written: Layout) -> str | None:
-    """Why SGLang would misread this EAGLE-3 folder, None where it does not."""
+def vllm_only(made: Made, written: Layout) -> str | None:
+    """Why SGLang would misread this folder, None where it does not."""
+    if made.facts["kind"] == "eagle1":
+        return None if made.format == "sglang" else "SGLang wants another config.json, format=sglang"
     if written.config[TAPS][0] == 0:
         return "it taps the embeddings (tap 0), which SGLang cannot"
     trained = [key for key in FLAGS if written.config.get(key)]
@@ -252,7 +262,7 @@ def limits(made: Made, written: Layout) -> list[str]:
         )
     size = facts["config"].get("draft_vocab_size")
     if size and size < target["vocab_size"]:
-        if facts["kind"] == "medusa" and made.format != "native":
+        if facts["kind"] in ("medusa", "eagle1") and made.format != "native":
             found.append(
                 f"It was trained over {size:,} ids; the format has no draft vocabulary, so all "
                 f"{target['vocab_size']:,} can be drafted here and acceptance may differ from the measured one."

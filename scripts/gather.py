@@ -41,7 +41,10 @@ def gather(settings: ExportFor, facts: dict[str, Any], target: Target | None) ->
 
 def borrows(facts: dict[str, Any]) -> bool:
     """Whether the head drafts with the target's LM head."""
-    return bool(facts["config"].get("shared_lm_head"))
+    config = facts["config"]
+    return (
+        facts["kind"] in ("eagle1", "mtp") or bool(config.get("shared_lm_head")) or config.get("own_lm_head") is False
+    )
 
 
 def its_target(settings: ExportFor, facts: dict[str, Any]) -> Target | None:

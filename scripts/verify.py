@@ -21,7 +21,8 @@ from scripts.layouts import DTYPES, ExportError, Made, cast
 # Settings of a head that say how it computes, whatever its kind; the others (init, loss steps) are training's.
 COMPUTES = (
     "taps", "num_heads", "num_layers", "shared_lm_head", "norm_before_residual", "norm_before_fc", "fc_norm",
-    "norm_output",
+    "norm_output", "block_size", "from_anchor", "residual_feature", "own_lm_head", "inner_size", "scale_input",
+    "tie_weights", "tie_embeddings",
 )  # fmt: skip
 STEPS, SLOTS = 3, 48
 
@@ -46,12 +47,10 @@ def verify(folder: Path, head: Any, made: Made, target: Any = None, untrained: b
     check_tensors(written, rounded)
     if not untrained:
         check_norms(written)
-    lm_head = made.lm_head
-    if isinstance(head, Medusa) and head.config.shared_lm_head:
-        assert lm_head is not None
-        rounded.attach(LMHead(lm_head.weight.to(DTYPES[made.dtype]).float(), lm_head.bias))
-        if made.format == "native":
-            written.attach(LMHead(lm_head.weight.to(DTYPES[made.dtype]).float(), lm_head.bias))
+    if made.lm_head is not None:  # borrowed: in the folder's precision where it lies in the folder, else as it is
+        along = isinstance(head, Medusa) and made.format != "native"
+        rounded.attach(LMHead(made.lm_head.weight.to(DTYPES[made.dtype]).float()) if along else made.lm_head)
+        written = written if along else written.attach(made.lm_head)
     return compare(written, rounded, head, features(head, made, target))
 
 
@@ -120,10 +119,10 @@ def check_rope(written: Any, head: Any) -> None:
 
 
 def check_tensors(written: Any, rounded: Any) -> None:
-    """`rounded` is the trained head in the precision of the folder. A Medusa map is whole in its format: left out."""
-    expected = rounded.state_dict()
+    """`rounded` is the trained head in the precision of the folder. Formats without a draft vocabulary have no map."""
+    expected, whole = rounded.state_dict(), is_widened(written, rounded)
     for name, value in written.state_dict().items():
-        if isinstance(rounded, Medusa) and name in ("d2t", "t2d"):
+        if whole and name in ("d2t", "t2d"):
             continue
         own = expected[name]
         if value.shape != own.shape:
@@ -143,12 +142,19 @@ def check_norms(written: Any) -> None:
         )
 
 
+def is_widened(written: Any, head: Any) -> bool:
+    """Whether the format has no draft vocabulary, so that a head trained over a reduced one drafts from all ids.
+
+    Such heads borrow the target's LM head; the others have rows of their own for their ids, and keep their map.
+    """
+    return head.config.kind in ("medusa", "eagle1") and written.draft_vocab_size > head.draft_vocab_size
+
+
 def compare(written: Any, rounded: Any, head: Any, inputs: HeadInput) -> float:
-    rows = head.target_rows() if isinstance(head, Medusa) else None
-    whole = isinstance(head, Medusa) and written.draft_vocab_size != head.draft_vocab_size
+    rows = head.target_rows() if is_widened(written, head) else None
     gap = 0.0
     for ours, exact, theirs in zip(*(logits(each, inputs) for each in (head, rounded, written)), strict=True):
-        theirs = theirs if rows is None or not whole else theirs[..., rows]
+        theirs = theirs if rows is None else theirs[..., rows]
         if not torch.allclose(exact, theirs, atol=1e-5, rtol=1e-5):
             raise ExportError("the written head gives other logits than the trained one")
         gap = max(gap, float((ours - theirs).abs().max()))

@@ -7,14 +7,12 @@ Tap ids: this project and vLLM count the state *entering* layer i, SGLang the ou
 Read in vLLM 0.32 / 0.33 and SGLang 0.5.23.
 """
 
-import dataclasses
-from typing import Any
-
 import torch
 
-from heads.eagle3 import Eagle3, Eagle3Config
+from heads.eagle3 import Eagle3
 from heads.read_eagle3 import FLAGS, TAPS
 from scripts.layouts import ExportError, Layout, Made, cast
+from scripts.write_layer import layer_facts
 
 SPECULATORS_VERSION = "0.3.0"  # of the format's config.json that is written here
 
@@ -73,28 +71,9 @@ def speculators_layout(head: Eagle3, made: Made) -> Layout:
     return Layout(config, cast({**tensors, "embed_tokens.weight": made.embeddings}, made.dtype))
 
 
-def layer_facts(head: Eagle3) -> dict[str, Any]:
-    """Sizes of the one layer, and its RoPE in both spellings."""
-    layer = head.layer_config
-    # The layer turns all of head_dim; engines obey this key where transformers' Llama does not look at it.
-    rope = {key: value for key, value in layer.rope_parameters.items() if key != "partial_rotary_factor"}
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act")
-    return {
-        "num_hidden_layers": 1,
-        **{key: getattr(layer, key) for key in (*same, "rms_norm_eps", "max_position_embeddings")},
-        "attention_bias": False,
-        "mlp_bias": False,
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": None if rope.get("rope_type", "default") == "default" else scaling,
-        "rope_parameters": rope,
-    }
-
-
 def trained_variants(head: Eagle3) -> dict[str, bool]:
     """Every flag of the formats, as this head was trained."""
-    known = {field.name for field in dataclasses.fields(Eagle3Config)}
-    return {key: key in known and bool(getattr(head.config, key)) for key in FLAGS}
+    return {key: bool(getattr(head.config, key)) for key in FLAGS}
 
 
 def written_tensors(head: Eagle3) -> dict[str, torch.Tensor]:

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from hub_server import TOKEN, HubServer, serving
-from huggingface_hub import constants
-from huggingface_hub.utils import close_session
+from huggingface_hub import close_session, constants
 
 
 @contextmanager

@@ -58,7 +58,12 @@ def half_of_the_lm_head(layout: Layout) -> None:
     layout.tensors["lm_head.weight"] = layout.tensors["lm_head.weight"][:3]
 
 
-def set_tensor(name: str, change: Callable[[Any], Any]) -> Callable[[Layout], None]:
+def half_of_the_lm_head_and_config(layout: Layout) -> None:
+    half_of_the_lm_head(layout)
+    layout.config["draft_vocab_size"] = 3
+
+
+def one_tensor(name: str, change: Callable[[Any], Any]) -> Callable[[Layout], None]:
     return lambda layout: layout.tensors.update({name: change(layout.tensors[name])})
 
 
@@ -67,25 +72,25 @@ def drop(*names: str) -> Callable[[Layout], Any]:
 
 
 WRONG: dict[str, tuple[Callable[[Layout], Any], str]] = {
-    "taps in another order": (set_tensor("fc.weight", lambda x: x.roll(32, 1)), "fc.weight in the folder is not"),
+    "taps in another order": (one_tensor("fc.weight", lambda x: x.roll(32, 1)), "fc.weight in the folder is not"),
     "taps one off": (one_off, r"says taps=\[2, 3, 5\], the head was trained with \[1, 2, 4\]"),
     "taps one off for SGLang alone": (lambda x: x.config["eagle_config"].update({TAPS: [1, 2, 4]}), "different taps"),
     "no d2t": (drop("d2t"), "tensor d2t is missing: the map of 7 draft ids to 64"),
     "no t2d": (drop("t2d"), "tensor t2d is missing"),
     "no map": (drop("d2t", "t2d"), "tensor d2t is missing"),
-    "half a stale map": (set_tensor("d2t", lambda x: x.clone().index_fill_(0, torch.tensor([1]), 0)), "stale"),
+    "half a stale map": (one_tensor("d2t", lambda x: x.clone().index_fill_(0, torch.tensor([1]), 0)), "stale"),
     "another run's map": (another_map, "tensor d2t in the folder is not the trained one"),
     "the residual normed": (lambda x: x.config.update(norm_before_residual=True), "norm_before_residual=[tT]rue"),
     "another RoPE base": (another_base, "RoPE is not the one the head was trained with"),
     "random embeddings": (lambda x: x.tensors.update({"embed_tokens.weight": torch.randn(64, 32)}), "embed_tokens"),
     "half of the LM head": (half_of_the_lm_head, "lm_head.weight has 3 rows"),
     "half of the LM head, config as well": (
-        lambda x: (half_of_the_lm_head(x), x.config.update(draft_vocab_size=3)), "d2t maps 7 draft ids"),
-    "norms at one": (set_tensor("midlayer.hidden_norm.weight", torch.ones_like), "hidden_norm.weight in the folder"),
+        half_of_the_lm_head_and_config, "d2t maps 7 draft ids"),
+    "norms at one": (one_tensor("midlayer.hidden_norm.weight", torch.ones_like), "hidden_norm.weight in the folder"),
     "a tensor too many": (lambda x: x.tensors.update({"fc.bias": torch.zeros(32)}), "fc.bias"),
     "a tensor missing": (drop("norm.weight"), "norm.weight"),
     "embedding and feature halves": (
-        set_tensor("midlayer.self_attn.q_proj.weight", lambda x: x.roll(32, 1)), "q_proj.weight in the folder is not"),
+        one_tensor("midlayer.self_attn.q_proj.weight", lambda x: x.roll(32, 1)), "q_proj.weight in the folder is not"),
 }  # fmt: skip
 
 
@@ -121,7 +126,7 @@ def caught(
 
 SPECULATORS: dict[str, tuple[Callable[[Layout], Any], str]] = {
     "the residual left to its default": (lambda x: x.config.pop("norm_before_residual"), "before_residual=[tT]rue"),
-    "random embeddings": (set_tensor("embed_tokens.weight", torch.randn_like), "embed_tokens.weight is not"),
+    "random embeddings": (one_tensor("embed_tokens.weight", torch.randn_like), "embed_tokens.weight is not"),
     "taps one off": (one_off, r"says taps=\[2, 3, 5\]"),
     "another RoPE base": (another_base, "RoPE is not the one"),
 }  # fmt: skip

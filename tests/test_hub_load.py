@@ -170,17 +170,13 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, target: Target, wh
     assert "\n" not in str(raised.value) and "theirs" in str(raised.value)
 
 
-def test_speculators_residual_default_is_true_and_never_ignored(tmp_path: Path, target: Target) -> None:
+def test_speculators_residual_default_is_true(tmp_path: Path, target: Target) -> None:
     head = eagle3(target, std=0.3)
     config = speculators_config(target, head)
     del config["norm_before_residual"]
-    folder = folder_of(tmp_path, config, as_layers(eagle3_tensors(head), target))
-    try:
-        found = load(folder, target=target)
-    except ValueError as error:
-        assert "norm_before_residual=true (the default of the speculators format)" in str(error)
-    else:
-        assert found.config.norm_before_residual and not same_logits(target, head, found)
+    found = load(folder_of(tmp_path, config, as_layers(eagle3_tensors(head), target)), target=target)
+    assert found.config.norm_before_residual and not same_logits(target, head, found)
+    assert not load(engine(target, head, tmp_path / "engine"), target=target).config.norm_before_residual
 
 
 class Sprung:
