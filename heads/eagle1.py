@@ -34,7 +34,7 @@ class Eagle1Config:
     noise: float = 0.1  # half-width of the uniform noise on true features, in training only
     init: str = "random"  # random (paper) | target, see heads/starts.py
     max_draft: int = 16
-    layer: dict[str, Any] | None = None  # sizes and RoPE of the layer where they are not the target's (heads.hub.load)
+    layer: Any = None  # sizes and RoPE of the layer where they are not the target's (heads.hub.load)
 
 
 class Eagle1(Head):

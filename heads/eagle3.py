@@ -43,7 +43,7 @@ class Eagle3Config:
     norm_before_residual: bool = False
     norm_output: bool = False
     max_draft: int = 16
-    layer: dict[str, Any] | None = None  # sizes and RoPE of the layer where they are not the target's (heads.hub.load)
+    layer: Any = None  # sizes and RoPE of the layer where they are not the target's (heads.hub.load)
 
 
 class DraftLayer(unrolled.DecoderLayer):

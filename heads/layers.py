@@ -179,7 +179,9 @@ def layer_config(spec: TargetSpec, num_kv_heads: int | None = None, layer: dict[
     `layer` replaces fields of `spec` (heads made elsewhere often have their own RoPE base or MLP width). Raises
     ValueError for a field that no draft layer has, or key/value heads that do not divide the query heads.
     """
-    if layer:
+    if layer is not None:
+        if not isinstance(layer, dict):
+            raise ValueError(f"head.layer={layer!r} must be null or sizes by name: {', '.join(OWN_FIELDS)}")
         if wrong := sorted(set(layer) - set(OWN_FIELDS)):
             raise ValueError(f"head.layer.{wrong[0]} is no size of a draft layer: it has {', '.join(OWN_FIELDS)}")
         spec = dataclasses.replace(spec, **layer)

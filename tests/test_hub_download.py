@@ -19,6 +19,7 @@ from heads.hub import load, origin
 from heads.target import TargetSettings
 from scripts import convert
 from scripts.convert import ConvertRun
+from train.warm import load_warm
 
 REPO = "someone/published"
 
@@ -128,6 +129,26 @@ def test_a_folder_comes_before_a_repository_and_other_paths_are_never_asked_for(
         with pytest.raises(ValueError, match="no trained head here"):
             load(place)
     assert hub.asked == []
+
+
+def test_a_run_starts_warm_from_a_published_head(hub: HubServer, loaded: Loaded, published: Any) -> None:
+    settings = {
+        "kind": "eagle3",
+        "taps": [1, 2, 4],
+        "ttt_steps": 2,
+        "norm_before_residual": False,
+        "norm_output": False,
+    }
+    head = load_warm(REPO, settings, loaded[0])
+    assert largest_gap(weights(head), weights(published)) == 0.0 and head.train_steps == 2
+    with pytest.raises(ValueError, match="trained with norm_output=false: set 'head.norm_output=false'"):
+        load_warm(REPO, {**settings, "norm_output": True}, loaded[0])
+    config = json.loads(hub.files(REPO)["config.json"])
+    hub.repos[REPO].commit(
+        "main", {**hub.files(REPO), "config.json": json.dumps({**config, "rope_theta": 5.0}).encode()}
+    )
+    with pytest.raises(ValueError, match="set 'head.layer={rope: {rope_theta: 5.0, rope_type: "):
+        load_warm(REPO, settings, loaded[0])
 
 
 def test_a_published_head_is_converted_and_evaluated_by_its_id(

@@ -101,6 +101,12 @@ def test_the_heads_own_rope_and_mlp_count_and_survive_saving(tmp_path: Path, tar
     assert same_logits(target, head, load(tmp_path / "ours", target=target))
 
 
+def test_a_layer_of_its_own_has_known_sizes_only(target: Target) -> None:
+    for layer, message in (({"width": 3}, "head.layer.width is no size"), ("wide", "must be null or sizes by name")):
+        with pytest.raises(ValueError, match=message):
+            eagle3(target, layer=layer)
+
+
 def test_missing_taps_are_the_default_and_said_so(tmp_path: Path, capsys: Any) -> None:
     target = tiny_target(layers=8)
     head = eagle3(target, std=0.3)
