@@ -182,8 +182,11 @@ def write_layout(folder: Path, written: Layout, format: str) -> None:
     native = format == "native"
     # The metadata is what transformers and the engines look for in a file of PyTorch tensors.
     tensors = {name: x.contiguous() for name, x in written.tensors.items()}
-    save_file(tensors, folder / ("head.safetensors" if native else WEIGHTS), {"format": "pt"})
-    write_json(folder / ("head.json" if native else "config.json"), written.config)
+    facts, weights = ("head.json", "head.safetensors") if native else ("config.json", WEIGHTS)
+    save_file(tensors, folder / weights, {"format": "pt"})
+    write_json(folder / facts, written.config)
+    # safetensors writes for the owner alone; an engine often runs as another user
+    (folder / weights).chmod((folder / facts).stat().st_mode)
 
 
 def check_map_is_there(folder: Path, facts: dict[str, Any]) -> None:

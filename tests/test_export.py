@@ -132,6 +132,8 @@ def test_files_and_config_are_those_of_the_contract(tmp_path: Path) -> None:
         "eagle_aux_hidden_state_layer_ids": [1, 2, 4],
         "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 3]},
     }
+    modes = {path.stat().st_mode for path in out.iterdir()}
+    assert len(modes) == 1, "an engine that runs as another user reads all of it or none"
     tensors = load_file(out / "model.safetensors")
     assert tensors["d2t"].dtype == torch.int64 and tensors["d2t"].tolist() == [n - i for i, n in enumerate(DRAFT)]
     assert tensors["t2d"].dtype == torch.bool and tensors["t2d"].nonzero().flatten().tolist() == DRAFT
