@@ -30,7 +30,7 @@ class EvalSettings(DrafterSettings):
     target: TargetSettings = field(default_factory=TargetSettings)
     dataset: str = "outputs/data/default"  # data folder
     split: str = "heldout"
-    heads: dict[str, str] = field(default_factory=dict)  # method name -> head folder (or train run folder)
+    heads: dict[str, str] = field(default_factory=dict)  # method name -> head or run folder, or Hub id (user/repo@rev)
     methods: list[str] = field(default_factory=lambda: ["lookup", "random"])  # plain is always measured
     prompts: int = 20  # main table, temperature 0; spread over the routes; 0 = all
     sampled_prompts: int = 8  # main table, other temperatures
