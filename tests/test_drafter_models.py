@@ -64,7 +64,7 @@ def test_a_draft_that_is_the_target_is_always_accepted(sampled: bool) -> None:
     """One wrong entry left in a cache would show as a refusal."""
     target = silent()
     for drafter in (DraftModel(target, target), SelfDraft(target, SelfDraftSettings(0, 256))):
-        for k in (1, 3, 5):
+        for k in (1, 4):
             proposal = "sampled" if sampled else "greedy"
             decoding = Decoding(k, 19, Warpers(float(sampled)), proposal=proposal)
             found = generate_batch(target, drafter, PROMPTS, [decoding] * 3, 2)
@@ -100,12 +100,13 @@ def chain_law(drafter: DraftModel, target: Target, prompt: list[int], draws: int
     On the way: pairs come as often as the product of the reported q says.
     """
     V = target.spec.vocab_size
-    drafter.start(0, prompt[:-1], prompt[-1], target.forward(torch.tensor([prompt[:-1]])))
-    ask = Ask(2, True, Warpers(1.0), torch.Generator().manual_seed(0))
+    slots = list(range(40))
+    for slot in slots:
+        drafter.start(slot, prompt[:-1], prompt[-1], target.forward(torch.tensor([prompt[:-1]])))
+    asks = [Ask(2, True, Warpers(1.0), torch.Generator().manual_seed(slot)) for slot in slots]
     laws: dict[tuple[int, int], torch.Tensor] = {}
     counts = torch.zeros(V, V)
-    for _ in range(draws):
-        proposal = drafter.propose([0], [ask])[0]
+    for proposal in (proposal for _ in range(draws // 40) for proposal in drafter.propose(slots, asks)):
         assert proposal.probs is not None
         a, b = proposal.tokens.tolist()
         assert (a, b) not in laws or torch.allclose(laws[a, b], proposal.probs, atol=1e-6)
@@ -122,7 +123,7 @@ def chain_law(drafter: DraftModel, target: Target, prompt: list[int], draws: int
         law[a] += weight * first * (1 - second) * residual(p[1], q[1]).double()
         for x in range(V):  # refused at once: the round emits x alone, the next one goes on from p
             law[x] += weight * (1 - first) * float(residual(p[0], q[0])[x]) * after(target, [*prompt, x]).double()
-    assert float((counts / draws - drawn).abs().sum() / 2) < 0.03
+    assert float((counts / counts.sum() - drawn).abs().sum() / 2) < 0.04
     return law
 
 
@@ -133,7 +134,7 @@ def after(target: Target, ids: list[int]) -> torch.Tensor:
 def test_the_law_of_sampled_drafts_is_the_targets_by_enumeration() -> None:
     target, draft = silent(vocab_size=4), silent(vocab_size=4, layers=2, seed=5)
     prompt = [1, 1, 3, 2, 0, 2]
-    law = chain_law(DraftModel(draft, target), target, prompt, 3000)
+    law = chain_law(DraftModel(draft, target), target, prompt, 2400)
     p = after(target, prompt)
     wanted = torch.stack([p[x] * after(target, [*prompt, x]) for x in range(4)]).double()
     assert float((law - wanted).abs().sum() / 2) < 1e-5
