@@ -29,7 +29,7 @@ def bpe(merges: int, lower: bool = False) -> Any:
     if lower:
         tokenizer.normalizer = normalizers.Lowercase()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(  # type: ignore[call-arg]
+    trainer = trainers.BpeTrainer(
         vocab_size=256 + merges, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
@@ -97,7 +97,7 @@ def test_a_text_that_ends_inside_a_character_waits_for_the_rest() -> None:
     aligned = Aligned(Bridge(BYTES, LARGE, "draft"), face[:-1])
     assert not aligned.ready
     aligned.extend(face[-1:])
-    assert aligned.ready and decode(LARGE, aligned.draft_ids) == "ok 🙂"
+    assert decode(LARGE, aligned.draft_ids) == "ok 🙂" and bool(aligned.ready)
 
 
 def speaking(tokenizer: Any, layers: int, seed: int) -> Target:
@@ -138,7 +138,7 @@ def test_drafts_of_a_twin_with_another_tokenizer_are_accepted(monkeypatch: pytes
 
     drafter.read = scripted  # type: ignore[method-assign]
     drafter.start(0, prompt, text[len(prompt)], None)  # type: ignore[arg-type]
-    found = []
+    found: list[Any] = []
     for _ in range(2):
         done = len(prompt) + 1 + len(found)
         proposal = drafter.propose([0], [Ask(3, False, Warpers(), None)])[0].tokens.tolist()  # type: ignore[arg-type]
