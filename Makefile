@@ -1,8 +1,8 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup check test bench bench-data prove-kills demo report clean
+.PHONY: help setup check test bench bench-data bench-decode prove-kills demo report clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## .venv with the exact versions of constraints.txt
 	@bash scripts/setup.sh
@@ -27,6 +27,9 @@ bench-data: setup ## speed and memory of the data stage for 10,000 and 100,000 c
 
 prove-kills: setup ## kill -9 at random moments of regeneration and capture, resumed to the same bytes (minutes)
 	.venv/bin/python -m scripts.prove_kills --out docs/proofs/kills.txt
+
+bench-decode: setup ## our decoding loop beside transformers' own: ratios with their spread (about 8 minutes)
+	.venv/bin/python -m scripts.bench_decode
 
 report: ## where the HTML reports are, newest first
 	@ls -1t outputs/eval/*/report.html 2>/dev/null || echo "no report yet: make demo"

@@ -23,6 +23,7 @@ the command with one line on standard error and no traceback: exit status 2 when
 stage raised ValueError or OSError. HYDRA_FULL_ERROR=1 shows the traceback instead.
 """
 
+import dataclasses
 import os
 import re
 import sys
@@ -89,7 +90,7 @@ def run(
             raise SystemExit(status)
 
     arguments = sys.argv
-    sys.argv = [arguments[0], *own_arguments(arguments[1:])]
+    sys.argv = [arguments[0], *open_names(own_arguments(arguments[1:]), settings_type)]
     try:
         # Hydra prints its own report of an error and exits with 1 unless told to raise it.
         with _environment(FULL_ERROR, "1"):
@@ -158,6 +159,16 @@ def own_arguments(arguments: list[str]) -> list[str]:
     if os.environ.get("RANK", "0") != "0":
         kept.append("hydra.output_subdir=null")
     return kept
+
+
+def open_names(arguments: list[str], settings_type: type) -> list[str]:
+    """Let users name new entries of a settings dictionary: `["heads.mine=folder"]` -> `["++heads.mine=folder"]`.
+
+    Hydra takes every key that is not there yet for a mistake; the keys of a `dict` field are the user's own.
+    """
+    names = [field.name for field in dataclasses.fields(settings_type) if str(field.type).startswith("dict[")]
+    pattern = re.compile(rf"({'|'.join(names)})(\.[\w-]+)?=")
+    return [f"++{argument}" if names and pattern.match(argument) else argument for argument in arguments]
 
 
 def _stop(message: str, status: int, error: BaseException, shows_tracebacks: str | None) -> NoReturn:

@@ -110,14 +110,15 @@ def _make(target: Target, settings: DataSettings, folder: Path, identity: str) -
         else:
             _as_given(chat, settings, rows, writer)
     counts = writer.finish(settings.min_kept_share)
-    spec = target.spec
+    spec, special = target.spec, sorted({*target.eos_ids, *chat.end_ids, *chat.emitted_special_ids})
     manifest = {
         "kind": "data",
         "fingerprint": identity,
         "target": {k: getattr(spec, k) for k in ("name", "revision", "tokenizer_hash", "template_hash")},
         "settings": dataclasses.asdict(settings),
         "counts": counts,
-        "special_ids": sorted({*target.eos_ids, *chat.end_ids, *chat.emitted_special_ids}),
+        "special_ids": special,
+        "draft_vocab_coverage": writer.coverage(special, spec.tokenizer_size),
         "files": {p.name: file_sha256(p) for p in sorted(folder.iterdir()) if p.is_file() and p.name in writer.names},
     }
     write_json(folder / "manifest.json", manifest)

@@ -102,6 +102,9 @@ def capture(
     paths = [folder / shard_name(number) for number in range(len(shards))]
     missing = [n for n, path in enumerate(paths) if not _is_whole(path, names[n])]
     _check_room(size, size * len(missing) / len(shards), settings.budget_gb, folder, split)
+    if first:  # what a killed run was writing: under our name or, before that, under one of the library's own
+        for stray in [*folder.glob("*.tmp"), *folder.glob(".tmp*")]:
+            stray.unlink()
     ranks.wait()  # no rank writes before all have seen what is missing: they would deal other shards
     folder.mkdir(parents=True, exist_ok=True)
     mine = tqdm(

@@ -9,8 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -38,12 +37,15 @@ def write_json(path: Path, value: object) -> None:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file so that a reader sees the old file or the whole new one. Raises OSError."""
+    """Write small tensors to a safetensors file so that a reader sees the old file or the whole new one.
+
+    As bytes: the library's own writing leaves a file of a random name behind when it is killed. Raises OSError.
+    """
     temporary = path.with_suffix(path.suffix + ".tmp")
-    try:
-        save_file(dict(tensors), temporary)
-    except SafetensorError as error:  # what the library makes of an OSError
-        raise OSError(f"{path} could not be written: {error}") from error
+    with temporary.open("wb") as stream:
+        stream.write(save(dict(tensors)))
+        stream.flush()
+        os.fsync(stream.fileno())
     os.replace(temporary, path)
 
 

@@ -30,8 +30,9 @@ def partial_file(folder: Path) -> Path:
 
 
 def forget(folder: Path) -> None:
-    """Remove the partial file of a data folder that is whole."""
-    partial_file(folder).unlink(missing_ok=True)
+    """Remove the partial file of a data folder that is whole; a folder without one may be read-only."""
+    if (partial := partial_file(folder)).exists():
+        partial.unlink()
 
 
 class Answers:

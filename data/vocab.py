@@ -70,6 +70,20 @@ def build(
     return kept - torch.arange(size), t2d
 
 
+def coverages(
+    counts: Tensor, heldout: Tensor, special_ids: Iterable[int], tokenizer_size: int | None = None
+) -> dict[int, float]:
+    """Size -> coverage of held-out tokens [V] by the vocabulary that `build` makes of counts [V], for choosing a size.
+
+    Powers of two from 1,024 that the tokenizer exceeds; none where nothing is held out.
+    """
+    usable, specials = min(len(counts), tokenizer_size or len(counts)), list(special_ids)
+    sizes = [size for power in range(10, 20) if len(specials) <= (size := 1 << power) < usable]
+    if not int(heldout.sum()):
+        return {}
+    return {size: coverage(heldout, build(counts, size, specials, tokenizer_size)[1]) for size in sizes}
+
+
 def filled(counts: Tensor, t2d: Tensor) -> int:
     """How many ids of the draft vocabulary never occurred: reported, because they only cost time."""
     return int((counts[t2d] == 0).sum())

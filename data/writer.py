@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import IO, Any
@@ -12,7 +13,7 @@ from data.chat import Encoded
 from data.files import save_tensors
 from data.records import Bad, DataError
 from data.tally import Tally
-from data.vocab import TokenCounter
+from data.vocab import TokenCounter, coverages
 from heads.target import Target
 
 
@@ -22,7 +23,7 @@ class RowWriter:
     def __init__(self, folder: Path, target: Target, tally: Tally) -> None:
         self.folder, self.tally, self.limited, self.retokenised = folder, tally, 0, 0
         self.names = {"train.jsonl", "heldout.jsonl", "rejects.jsonl", "counts.safetensors"}
-        self.counter = TokenCounter(target.spec.vocab_size)
+        self.counters = {side: TokenCounter(target.spec.vocab_size) for side in ("train", "heldout")}
         self.sides: Counter[str] = Counter()
         self.streams: dict[str, IO[str]] = {}
         self._open = contextlib.ExitStack()  # closes every stream, also where closing one fails: the disk may be full
@@ -55,18 +56,28 @@ class RowWriter:
         self.sides[f"{side}"] += 1
         self.sides[f"{side}_tokens"] += len(row.ids)
         self.sides[f"{side}_supervised"] += row.supervised
-        if side == "train":
-            self.counter.add(row.ids, row.spans)
+        self.counters[side].add(row.ids, row.spans)
 
     def finish(self, min_kept_share: float) -> dict[str, Any]:
         """Check the set, move the files into place, return the counts for the manifest."""
         self.tally.check(min_kept_share)
         if not self.sides["train_supervised"]:
             raise DataError("no_training_rows", f"{self.tally.source}: no row is left for training")
-        save_tensors(self.folder / "counts.safetensors", {"counts": self.counter.total()})
+        save_tensors(self.folder / "counts.safetensors", {"counts": self.counters["train"].total()})
         for name in ("train.jsonl", "heldout.jsonl", "rejects.jsonl"):
             os.replace(self.folder / f"{name}.tmp", self.folder / name)
         self.tally.read += self.limited  # read = kept + dropped + limited
         names = (f"{side}{part}" for side in ("train", "heldout") for part in ("", "_tokens", "_supervised"))
         counts = {**self.tally.as_dict(), "limited": self.limited, **{name: self.sides[name] for name in names}}
         return {**counts, "retokenised": self.retokenised} if self.retokenised else counts
+
+    def coverage(self, special_ids: list[int], tokenizer_size: int) -> dict[str, float]:
+        """What share of the held-out answers' tokens draft vocabularies of several sizes hold; printed as well."""
+        train, heldout = (self.counters[side].total() for side in ("train", "heldout"))
+        shares = coverages(train, heldout, special_ids, tokenizer_size)
+        if shares:
+            told = ", ".join(f"{size}: {share:.2%}" for size, share in shares.items())
+            print(
+                f"data: held-out answer tokens that a draft vocabulary of so many ids covers: {told}", file=sys.stderr
+            )
+        return {str(size): round(share, 4) for size, share in shares.items()}

@@ -29,7 +29,9 @@ from eval.results import equality, predict, result_rows, training_logs
 from eval.run import Bench, measure
 from eval.table import print_table
 from eval.warpers import Warpers
-from heads.hub import load_head, read_facts, write_json
+from heads import hub
+from heads.download import locate
+from heads.hub import origin, write_json
 from heads.target import Target
 
 
@@ -51,16 +53,16 @@ def evaluate(settings: EvalSettings) -> None:
     for temperature in settings.temperatures:
         penalty = settings.repetition_penalty
         Warpers(temperature, settings.top_k, settings.top_p, settings.min_p, repetition_penalty=penalty).check()
-    folders = {name: settings.heads[name] for name in settings.methods if name in settings.heads}
-    facts = {name: read_facts(Path(folder)) for name, folder in folders.items()}
+    wanted = {name: settings.heads[name] for name in settings.methods if name in settings.heads}
+    folders = {name: locate(source) for name, source in wanted.items()}
+    made = {name: origin(folder) for name, folder in folders.items()}
     if settings.threads:
         torch.set_num_threads(settings.threads)
     target = Target.load(settings.target)
-    heads = {name: load_head(folder, target.spec).attach(target) for name, folder in folders.items()}
+    heads = {name: hub.load(folder, target=target).attach(target) for name, folder in folders.items()}
     check(settings, {name: head.max_draft for name, head in heads.items()})
     rows = load(settings.dataset, settings.split, target.spec)
-    provenance = {name: fact.get("provenance") for name, fact in facts.items()}
-    compare(settings, target, heads, rows, {"data": manifest(settings.dataset).get("fingerprint"), "heads": provenance})
+    compare(settings, target, heads, rows, {"data": manifest(settings.dataset).get("fingerprint"), "heads": made})
 
 
 def compare(

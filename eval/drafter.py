@@ -15,12 +15,13 @@ A proposal must depend on its own sequence and its own generator only: then a se
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from eval.adaptive import Gain
+from eval.cache import KVCache
 from eval.tree import Chain, Shape
 from eval.warpers import Warpers
 from heads.target import TargetOutput
@@ -84,6 +85,21 @@ class Drafter(Protocol):
     def propose(self, slots: list[int], asks: list[Ask]) -> list[Proposal]: ...
 
     def commit(self, slots: list[int], kept: list[Kept]) -> None: ...
+
+
+@runtime_checkable
+class SharesCache(Protocol):
+    """A drafter that reads the target's KV cache and writes past its pointers, where the next pass writes again."""
+
+    def share(self, cache: KVCache, rows: Callable[[], dict[int, int]]) -> None:
+        """Called before the first prompt is read; `rows` gives the row in the cache of every slot."""
+        ...
+
+
+def share(drafter: object, cache: KVCache, rows: Callable[[], dict[int, int]]) -> None:
+    """Hand the target's cache to a drafter that reads it."""
+    if isinstance(drafter, SharesCache):
+        drafter.share(cache, rows)
 
 
 class OneDrafter(Protocol):

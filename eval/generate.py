@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eval.cache import AttentionMasks, KVCache, Trees
 from eval.decoding import RULES, Decoding, Generation
-from eval.drafter import Drafter, Kept, Proposal, empty
+from eval.drafter import Drafter, Kept, Proposal, empty, share
 from eval.sequence import Sequence as Decoded
 from heads.target import Target, TargetOutput
 
@@ -81,6 +81,7 @@ class Batch:
         self.cache = KVCache(rows, max(256, longest))
         self.live: list[Decoded] = []
         self.free = list(range(rows))  # slots of the drafter
+        share(drafter, self.cache, lambda: {s.slot: row for row, s in enumerate(self.live)})
 
     def refill(self, pending: deque[Decoded]) -> bool:
         """Free the rows of ended sequences and read waiting prompts into them; false when nothing is left to decode."""

@@ -11,17 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from eval import adaptive, shapes
+from eval import adaptive, reference, shapes
 from eval.decoding import RULES
+from eval.drafters import DRAFTERS, SAMPLING, DrafterSettings
 from eval.shapes import TreeSettings
 from heads.target import TargetSettings
 
-BUILT_IN = ("lookup", "random", "random-tokens", "replay")
+BUILT_IN = (*DRAFTERS, "random", "replay", *reference.METHODS)
 
 
 @dataclass
-class EvalSettings:
-    """Settings of `python -m eval`."""
+class EvalSettings(DrafterSettings):
+    """Settings of `python -m eval`, beside those of the drafters without training."""
 
     name: str = "default"
     outputs: str = "outputs"
@@ -29,7 +30,7 @@ class EvalSettings:
     target: TargetSettings = field(default_factory=TargetSettings)
     dataset: str = "outputs/data/default"  # data folder
     split: str = "heldout"
-    heads: dict[str, str] = field(default_factory=dict)  # method name -> head folder (or train run folder)
+    heads: dict[str, str] = field(default_factory=dict)  # method name -> head or run folder, or Hub id (user/repo@rev)
     methods: list[str] = field(default_factory=lambda: ["lookup", "random"])  # plain is always measured
     prompts: int = 20  # main table, temperature 0; spread over the routes; 0 = all
     sampled_prompts: int = 8  # main table, other temperatures
@@ -84,6 +85,7 @@ def check(settings: EvalSettings, limits: dict[str, int]) -> None:
 
     Raises ValueError naming the setting.
     """
+    settings.check()
     wanted = [settings.k, *settings.sweep_k]
     for k in wanted:
         if k < 1:
@@ -115,6 +117,8 @@ def check(settings: EvalSettings, limits: dict[str, int]) -> None:
         raise ValueError(f"max_new_tokens={settings.max_new_tokens}: give at least 1")
     if not settings.temperatures or min(settings.temperatures) < 0:
         raise ValueError(f"temperatures={list(settings.temperatures)}: give at least one, none below 0")
+    if min(settings.temperatures) > 0 and (own := [m for m in settings.methods if m in reference.METHODS]):
+        raise ValueError(f"methods has {own[0]!r}, which is measured at temperature 0 only: add 0 to temperatures")
     if bad := [p for p in settings.proposals if p not in ("greedy", "sampled")]:
         raise ValueError(f"proposals has {bad[0]!r}: choose from greedy, sampled")
     if not settings.proposals:
@@ -127,6 +131,12 @@ def method_names(settings: EvalSettings) -> None:
         if method not in BUILT_IN and method not in settings.heads:
             known = [*settings.heads, *BUILT_IN]
             raise ValueError(f"methods has {method!r}: choose from {', '.join(known)}, or give its folder in heads")
+    drafting = [m for m in settings.methods if m in settings.heads or m in SAMPLING and m != "hybrid"]
+    if "hybrid" in settings.methods and settings.hybrid.method not in drafting:
+        raise ValueError(
+            f"hybrid.method={settings.hybrid.method!r}: name a head or draft-model that is in methods; its drafts are "
+            "used where no match is long"
+        )
 
 
 def plan(settings: EvalSettings, count: int) -> list[list[Unit]]:
@@ -167,12 +177,15 @@ def units(
     tree: Any = "chain",
     adaptive: str = "none",
 ) -> list[Unit]:
-    """Trees, adaptive lengths and sampled proposals are the heads'; a dynamic tree's proposals are greedy."""
+    """Trees and adaptive lengths are the heads'; a dynamic tree's proposals are greedy; transformers' own loops are
+    measured at temperature 0."""
     found = []
+    if temperature > 0:
+        methods = [m for m in methods if m not in reference.METHODS]
     for p in proposals:
         for m in methods:
             head = m in settings.heads
-            if (p == "greedy" or head) and not (p == "sampled" and tree == "dynamic"):
+            if (p == "greedy" or head or m in SAMPLING) and not (p == "sampled" and tree == "dynamic"):
                 found.append(
                     Unit(kind, i, m, k, temperature, p, tree if head else "chain", adaptive if head else "none")
                 )
@@ -191,7 +204,7 @@ def _main(settings: EvalSettings, count: int) -> list[list[Unit]]:
             group += [  # a drafter without a law of its own still has its row where only sampled drafts are asked for
                 Unit("timed", i, m, settings.k, temperature, "greedy")
                 for m in methods
-                if "greedy" not in proposals and m not in settings.heads
+                if "greedy" not in proposals and m not in (*settings.heads, *SAMPLING, *reference.METHODS)
             ]
             turn = i % len(group)
             group = [*group[turn:], *group[:turn]]
@@ -210,7 +223,7 @@ def _alpha(settings: EvalSettings, count: int) -> list[list[Unit]]:
 
 def _sweeps(settings: EvalSettings, count: int) -> list[list[Unit]]:
     """Over k, trees and adaptive lengths; what the main table has already is left out."""
-    swept = [m for m in settings.methods if m not in ("replay", "random", "random-tokens")]
+    swept = [m for m in settings.methods if m not in ("replay", "random", "random-tokens", "hf-generate")]
     heads = [m for m in swept if m in settings.heads]
     shown = main_tree(settings), main_adaptive(settings)
     groups: list[list[Unit]] = []
@@ -230,7 +243,7 @@ def _sweeps(settings: EvalSettings, count: int) -> list[list[Unit]]:
 def _concurrent(settings: EvalSettings, count: int) -> list[list[Unit]]:
     """All methods at each concurrency, lowest temperature, on one set of prompts; drafts off above a load come last."""
     count = min(settings.concurrency_prompts or count, count)
-    methods = [m for m in settings.methods if not m.startswith("random")]
+    methods = [m for m in settings.methods if not m.startswith("random") and m not in reference.METHODS]
     temperature, many = min(settings.temperatures), [c for c in sorted(set(settings.concurrency)) if c > 1]
     shown = main_tree(settings), main_adaptive(settings)
     groups: list[list[Unit]] = []
@@ -257,6 +270,7 @@ def measured(settings: EvalSettings, facts: dict[str, Any]) -> dict[str, Any]:
     held = dataclasses.asdict(settings)
     names = ["split", "rule", "max_new_tokens", "max_prompt_tokens", "top_k", "top_p", "min_p", "seed"]
     # not named where they are off: records of runs before there were such settings go on
-    offs = (("min_confidence", 0.0), ("repetition_penalty", 1.0), ("trees", dataclasses.asdict(TreeSettings())))
+    offs = [("min_confidence", 0.0), ("repetition_penalty", 1.0), ("trees", dataclasses.asdict(TreeSettings()))]
+    offs += dataclasses.asdict(DrafterSettings()).items()
     names += [name for name, off in offs if held[name] != off]
     return {**{name: held[name] for name in names}, **facts}

@@ -8,12 +8,13 @@ from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from eval import metrics, shapes
+from eval import metrics, reference, shapes
 from eval.cache import AttentionMasks
 from eval.decoding import LOSSY
 from eval.drafter import Drafter, PerSequence
+from eval.drafters import DRAFTERS, REMEMBERING
+from eval.drafters.draft_model import DraftModel
 from eval.drafters.head import drafter_for, pack, untrained
-from eval.drafters.lookup import Lookup
 from eval.drafters.random import Random
 from eval.drafters.replay import Replay
 from eval.generate import Decoding, Generation, generate, generate_batch
@@ -51,8 +52,17 @@ class Bench:
                 else drafter_for(pack(untrained(model, target), target), target)
             )
         self.drafters |= {name: drafter_for(pack(head, target), target) for name, head in heads.items()}
-        self.drafters["lookup"] = PerSequence(lambda: Lookup(V))
-        self.drafters["random-tokens"] = PerSequence(lambda: Random(V))
+        for name in sorted((m for m in settings.methods if m in DRAFTERS), key=lambda m: m == "hybrid"):
+            if name not in REMEMBERING:
+                self.drafters[name] = self._made(name)
+        self.remembering: dict[Unit, Drafter] = {}
+        self.assistant: Target | None = None
+        if "hf-assisted" in settings.methods:
+            own = self.drafters.get("draft-model")
+            self.assistant = own.model if isinstance(own, DraftModel) else settings.draft_model.load(target)
+
+    def _made(self, name: str) -> Drafter:
+        return DRAFTERS[name](self.target, self.settings, self.drafters.__getitem__)
 
     def decoding(
         self, unit: Unit, prompt: int, records: Sequence[Record], max_new_tokens: int | None = None
@@ -81,6 +91,12 @@ class Bench:
     def drafter(self, unit: Unit, records: Sequence[Record]) -> Drafter | None:
         if unit.method == "plain":
             return None
+        if unit.method in REMEMBERING:
+            # a memory of its own for each row of a table: it must never hold an answer to the prompt at hand
+            row = dataclasses.replace(unit, prompt=0, count=1)
+            if row not in self.remembering:
+                self.remembering[row] = self._made(unit.method)
+            return self.remembering[row]
         if unit.method != "replay":
             return self.drafters[unit.method]
         ids_of = {(prompt["id"], prompt["turn"]): tuple(prompt["ids"]) for prompt in self.prompts}
@@ -94,9 +110,17 @@ class Bench:
     def warm_up(self, units: Sequence[Unit]) -> None:
         """A few tokens with every method, so that the first record does not pay for lazy set-up."""
         for unit in {unit.method: unit for unit in units}.values():
-            plain = dataclasses.replace(unit, tree="chain", adaptive="none")
-            decoding = self.decoding(plain, 0, [], 8)
-            generate(self.target, self.drafter(unit, []), self.prompts[0]["ids"][-16:], decoding, self.masks)
+            plain = dataclasses.replace(unit, tree="chain", adaptive="none", kind="warm-up")
+            decoding, ids = self.decoding(plain, 0, [], 8), self.prompts[0]["ids"][-16:]
+            if unit.method in reference.METHODS:
+                self.reference(unit.method, ids, decoding)
+            else:
+                generate(self.target, self.drafter(plain, []), ids, decoding, self.masks)
+
+    def reference(self, method: str, ids: list[int], decoding: Decoding) -> Generation:
+        """transformers' own decoding of a prompt."""
+        assistant = self.assistant if method == "hf-assisted" else None
+        return reference.generate(self.target, method, ids, decoding, assistant)
 
 
 def tree_of(unit: Unit, settings: EvalSettings) -> str:
@@ -108,8 +132,10 @@ def records_of(bench: Bench, unit: Unit, held: Sequence[Record]) -> list[Record]
     places = range(unit.prompt, unit.prompt + unit.count)
     decodings = [bench.decoding(unit, place, held) for place in places]
     ids = [bench.prompts[place]["ids"] for place in places]
-    drafter = bench.drafter(unit, held)
-    found = generate_batch(bench.target, drafter, ids, decodings, unit.concurrency, bench.masks)
+    if unit.method in reference.METHODS:
+        found = [bench.reference(unit.method, own, decoding) for own, decoding in zip(ids, decodings, strict=True)]
+    else:
+        found = generate_batch(bench.target, bench.drafter(unit, held), ids, decodings, unit.concurrency, bench.masks)
     return [
         record(bench, unit, bench.prompts[place], decoding, generation)
         for place, decoding, generation in zip(places, decodings, found, strict=True)
@@ -120,8 +146,8 @@ def record(bench: Bench, unit: Unit, prompt: dict[str, Any], decoding: Decoding,
     found, rule = dataclasses.asdict(generation), decoding.resolved_rule()
     if unit.kind != "alpha":
         del found["alpha_sum_min"], found["alpha_greedy"]
-    if unit.tree == "chain":
-        del found["nodes"]  # the steps say it
+    if found["nodes"] == [drafted for drafted, _ in found["steps"]]:
+        del found["nodes"]  # a chain: the steps say it
     return {
         "kind": unit.kind,
         "id": prompt["id"],

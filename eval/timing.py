@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from eval.cache import AttentionMasks, KVCache, Trees
-from eval.drafter import Ask, Drafter, Kept
+from eval.drafter import Ask, Drafter, Kept, share
 from eval.generate import forward, read
 from eval.warpers import Warpers
 from heads.target import Target, TargetOutput
+
+MOST_ROWS = 1024  # more than any proposal has, for drafters that read the target's token after every row
 
 
 def median_seconds(jobs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
@@ -47,10 +49,14 @@ def draft(target: Target, drafter: Drafter, prompt: list[int], k: int, repeats: 
 
     The fixed part holds taking in the features of two kept tokens (a usual round).
     """
-    output = target.forward(torch.tensor([prompt], device=target.device), taps=drafter.taps)
+    cache = KVCache()
+    output = read(target, cache, AttentionMasks(target), prompt, drafter.taps)
+    cache.keep([len(prompt)])
+    share(drafter, cache, lambda: {0: 0})
     two = TargetOutput(output.last[:, -2:], None if output.taps is None else output.taps[:, -2:])
     drafter.start(0, prompt, prompt[0], output)
-    kept = Kept(prompt[:2], two, torch.zeros(k + 1, dtype=torch.long) if drafter.reads_rows else None)
+    rows = torch.tensor(prompt * (MOST_ROWS // len(prompt) + 1)) if drafter.reads_rows else None
+    kept = Kept(prompt[:2], two, rows)
 
     def propose(n: int) -> Callable[[], object]:
         return lambda: drafter.propose([0], [Ask(n, False, Warpers(), torch.Generator())])

@@ -34,6 +34,7 @@ class Eagle1Config:
     noise: float = 0.1  # half-width of the uniform noise on true features, in training only
     init: str = "random"  # random (paper) | target, see heads/starts.py
     max_draft: int = 16
+    layer: Any = None  # sizes and RoPE of the layer where they are not the target's (heads.hub.load)
 
 
 class Eagle1(Head):
@@ -48,7 +49,7 @@ class Eagle1(Head):
         if config.noise < 0:
             raise ValueError(f"head.noise={config.noise} must be >= 0")
         super().__init__(config, spec, vocab, taps=(), max_draft=config.max_draft, train_steps=config.train_steps)
-        self.layer_config = layer_config(spec, config.num_kv_heads)
+        self.layer_config = layer_config(spec, config.num_kv_heads, config.layer)
         H = spec.hidden_size
         self.fc = nn.Linear(2 * H, H, bias=False)
         self.layers = nn.ModuleList([unrolled.DecoderLayer(self.layer_config, H)])

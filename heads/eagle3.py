@@ -43,6 +43,7 @@ class Eagle3Config:
     norm_before_residual: bool = False
     norm_output: bool = False
     max_draft: int = 16
+    layer: Any = None  # sizes and RoPE of the layer where they are not the target's (heads.hub.load)
 
 
 class DraftLayer(unrolled.DecoderLayer):
@@ -67,8 +68,8 @@ class Eagle3(Head):
         taps = check_taps(default_taps(spec.num_layers) if config.taps is None else config.taps, spec.num_layers)
         config = dataclasses.replace(config, taps=list(taps))
         super().__init__(config, spec, vocab, taps=taps, max_draft=config.max_draft, train_steps=config.ttt_steps)
-        self.layer_config = layer_config(spec, config.num_kv_heads)
-        H, n, eps = spec.hidden_size, len(taps), spec.rms_norm_eps
+        self.layer_config = layer_config(spec, config.num_kv_heads, config.layer)
+        H, n, eps = spec.hidden_size, len(taps), self.layer_config.rms_norm_eps
         self.input_norm = RMSNorm(n * H, eps) if config.norm_before_fc else None
         self.fc_norm = nn.ModuleList([RMSNorm(H, eps) for _ in taps]) if config.fc_norm else None
         self.fc = nn.Linear(n * H, H, bias=False)

@@ -1,18 +1,26 @@
-"""A trained head on disk: `head.safetensors` + `head.json` (written last). Never pickle.
+"""A trained head on disk or on the Hub: our own folder, and every folder that heads/formats.py reads.
 
-`head.json` holds the kind, the settings, the target's facts and the provenance; a reader refuses another target.
+Ours is `head.safetensors` + `head.json` (written last), never pickle. `head.json` holds the kind, the settings, the
+target's facts and the provenance; a reader refuses another target.
+
+    load("outputs/train/eagle3")                       our own run or head folder
+    load("user/repo@main", target=target)              a Hub repository in any of the formats
 """
 
 import dataclasses
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+from torch import Tensor
 
-from heads import HEADS
+from heads import HEADS, formats
+from heads.download import locate, repository_of
+from heads.parts import Parts
 from heads.spec import TargetSpec
 
 
@@ -56,32 +64,146 @@ def save_head(folder: Path, head: Any, spec: TargetSpec, provenance: dict[str, A
     write_json(folder / "head.json", facts)
 
 
-def read_facts(folder: Path) -> dict[str, Any]:
-    """head.json of a head folder (or of a run folder's `best/`). Raises ValueError when there is none."""
+def read_facts(source: Path | str, spec: TargetSpec | None = None) -> dict[str, Any]:
+    """Kind, settings, target and provenance of a head: head.json of a head folder (or of a run folder's `best/`).
+
+    A folder of another format has none: they are read off its config.json for the target `spec`, and `provenance` says
+    what was imported. Raises ValueError when there is no head, or when head.json is damaged.
+    """
+    folder = locate(source)
     for candidate in (folder, folder / "best"):
-        if (candidate / "head.json").is_file():
-            return {**json.loads((candidate / "head.json").read_text(encoding="utf-8")), "folder": str(candidate)}
-    raise ValueError(f"{folder}: no trained head here (head.json is missing); train one with `python -m train`")
+        path = candidate / "head.json"
+        if path.is_file():
+            facts = formats.read_json(path)
+            if missing := [key for key in ("kind", "config", "target", "provenance") if key not in facts]:
+                raise ValueError(f"{path}: {missing[0]!r} is missing, the file is damaged; copy it again")
+            return {**facts, "folder": str(candidate)}
+    if formats.is_head_folder(folder):
+        if (made := formats.own_facts(folder)) is not None:
+            return {**made, "folder": str(folder)}
+        return _imported_facts(folder, formats.read(folder, spec))
+    raise ValueError(
+        f"{source}: no trained head here (head.json is missing, and config.json with tensors as well); train one with "
+        "`python -m train`"
+    )
+
+
+def load(source: Path | str, spec: TargetSpec | None = None, target: Any = None) -> Any:
+    """A head from a folder or Hub repository (`user/repo@revision`), ours or made elsewhere; float32, in eval mode.
+
+    With `target` (a loaded Target) its embeddings and LM head are compared with those that lie in the folder: a head
+    trained on others would draft nonsense. What is taken for granted is printed. Raises ValueError naming the file, key
+    or tensor when anything is missing, unknown, or belongs to another target.
+    """
+    folder = locate(source)
+    spec = target.spec if spec is None and target is not None else spec
+    if not is_imported(folder):
+        return load_head(folder, spec)
+    if made := formats.own_facts(folder):
+        check_target(source, TargetSpec.from_dict(made["target"]), spec)
+    parts = formats.read(folder, spec)
+    check_borrowed(folder, parts, target)
+    for notice in parts.notices:
+        print(f"{source}: {notice}", file=sys.stderr)
+    return build(folder, parts)
+
+
+def build(folder: Path, parts: Parts) -> Any:
+    """A fresh head with the tensors of `parts`, strictly."""
+    head = build_head(parts.settings, parts.spec, (parts.tensors["d2t"], parts.tensors["t2d"]))
+    fill(head, parts.tensors, folder, "config.json")
+    if "lm_head.weight" in parts.borrowed:
+        head.attach(LMHead(parts.borrowed["lm_head.weight"].float()))
+    return head.eval()
 
 
 def load_head(folder: Path | str, spec: TargetSpec | None = None) -> Any:
-    """Strictly load a head folder (its vocabulary map included).
+    """Strictly load a head folder of our own (its vocabulary map included).
 
     Raises ValueError when the folder holds no head, the head belongs to another target than `spec`, or tensors differ.
     """
     facts = read_facts(Path(folder))
-    own = TargetSpec.from_dict(facts["target"])
-    if spec is not None and (differing := own.same_target(spec)):
-        raise ValueError(
-            f"{folder}: this head was trained for target {own.name!r}, not {spec.name!r} (they differ in "
-            f"{', '.join(differing)}): evaluate it with its own target or train a head for this one"
-        )
-    path = Path(facts["folder"]) / "head.safetensors"
-    tensors = load_file(path)
+    path = Path(facts["folder"]) / "head.json"
+    try:
+        own = TargetSpec.from_dict(facts["target"])
+        settings = {"kind": facts["kind"], **facts["config"]}
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{path}: the target's facts are damaged ({error}); copy it again") from error
+    check_target(folder, own, spec)
+    tensors = formats.load_tensors(path.with_name("head.safetensors"))
     vocab = (tensors["d2t"], tensors["t2d"]) if {"d2t", "t2d"} <= tensors.keys() else None
-    head = build_head({"kind": facts["kind"], **facts["config"]}, own, vocab)
+    head = build_head(settings, own, vocab)
+    fill(head, tensors, path.with_name("head.safetensors"), "head.json")
+    return head.eval()
+
+
+def fill(head: Any, tensors: dict[str, Tensor], path: Path, facts: str) -> None:
+    """Load a state dict strictly. Raises ValueError naming tensors that are missing, unknown or of another shape."""
     try:
         head.load_state_dict(tensors, strict=True)
     except RuntimeError as error:
-        raise ValueError(f"{path}: tensors do not fit head.json: {' '.join(str(error).split())}") from error
-    return head.eval()
+        raise ValueError(f"{path}: tensors do not fit {facts}: {' '.join(str(error).split())}") from error
+
+
+def check_target(source: Path | str, own: TargetSpec, spec: TargetSpec | None) -> None:
+    """Raises ValueError when a head made for `own` cannot draft for `spec`."""
+    if spec is not None and (differing := own.same_target(spec)):
+        raise ValueError(
+            f"{source}: this head was trained for target {own.name!r}, not {spec.name!r} (they differ in "
+            f"{', '.join(differing)}): evaluate it with its own target or train a head for this one"
+        )
+
+
+def check_borrowed(folder: Path, parts: Parts, target: Any) -> None:
+    """Tensors of the target's own that lie in the folder must be the target's, else the head was trained on others."""
+    for name, value in parts.borrowed.items():
+        if target is None:
+            parts.notices.append(f"{name} was not compared with the target's, which is not loaded here")
+            continue
+        theirs = target.lm_head()[0] if name == "lm_head.weight" else target.embed(torch.arange(len(value)))
+        # Stored in half precision at worst; trained or random ones differ by far more than its rounding.
+        if value.shape != theirs.shape or not torch.allclose(value.float(), theirs.float(), rtol=2e-2, atol=1e-3):
+            raise ValueError(
+                f"{folder}: {name} is not the target's: this head was trained with one of its own, which is not read "
+                "here (or the folder is damaged, or belongs to another target)"
+            )
+
+
+@dataclasses.dataclass
+class LMHead:
+    """A target's LM head, weight [V, H] and bias: all that a Medusa head needs of its target."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def lm_head(self, rows: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        bias = self.bias
+        return (self.weight, bias) if rows is None else (self.weight[rows], None if bias is None else bias[rows])
+
+
+def is_imported(folder: Path) -> bool:
+    """Whether a folder holds a head in another format than head.json + head.safetensors."""
+    return formats.is_head_folder(folder) and not (folder / "head.json").is_file()
+
+
+def origin(source: Path | str) -> dict[str, Any]:
+    """What a head was made from: of ours what training wrote, of others where they come from and what they hold."""
+    folder = locate(source)
+    if not is_imported(folder):
+        return read_facts(folder)["provenance"]
+    made = formats.own_facts(folder)
+    return made["provenance"] if made is not None else _imported(folder)
+
+
+def _imported(folder: Path) -> dict[str, Any]:
+    if (cached := repository_of(folder)) is not None:
+        repo, commit = cached
+        return {"imported": repo, "commit": commit}
+    return {"imported": folder.name, "tensors": formats.fingerprint(folder)}
+
+
+def _imported_facts(folder: Path, parts: Parts) -> dict[str, Any]:
+    """What head.json would say of a folder made elsewhere."""
+    config = {key: value for key, value in parts.settings.items() if key != "kind"}
+    facts = {"kind": parts.settings["kind"], "config": config, "target": dataclasses.asdict(parts.spec)}
+    return {**facts, "provenance": _imported(folder), "folder": str(folder)}

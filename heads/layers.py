@@ -6,6 +6,7 @@ whose next token x_{t+1} is known; step i drafted from slot t predicts x_{t+2+i}
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from heads.spec import TargetSpec
+
+# What a draft layer may have of its own, by the names of TargetSpec.
+OWN_FIELDS = ("intermediate_size", "num_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope")
 
 
 @dataclasses.dataclass
@@ -184,8 +188,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return apply_rotary_pos_emb(x, x, cos, sin)[0]
 
 
-def layer_config(spec: TargetSpec, num_kv_heads: int | None = None) -> LlamaConfig:
-    """The Llama configuration of a one-layer draft: sizes, RoPE base and scaling and context length of its target."""
+def layer_config(spec: TargetSpec, num_kv_heads: int | None = None, layer: dict[str, Any] | None = None) -> LlamaConfig:
+    """The Llama configuration of a one-layer draft: sizes, RoPE base and scaling and context length of its target.
+
+    `layer` replaces fields of `spec` (heads made elsewhere often have their own RoPE base or MLP width). Raises
+    ValueError for a field that no draft layer has, or key/value heads that do not divide the query heads.
+    """
+    if layer is not None:
+        if not isinstance(layer, dict):
+            raise ValueError(f"head.layer={layer!r} must be null or sizes by name: {', '.join(OWN_FIELDS)}")
+        if wrong := sorted(set(layer) - set(OWN_FIELDS)):
+            raise ValueError(f"head.layer.{wrong[0]} is no size of a draft layer: it has {', '.join(OWN_FIELDS)}")
+        spec = dataclasses.replace(spec, **layer)
     rope = dict(spec.rope.get("full_attention") or spec.rope) or {"rope_type": "default", "rope_theta": 10000.0}
     kv_heads = num_kv_heads or spec.num_kv_heads
     if spec.num_heads % kv_heads:

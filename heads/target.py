@@ -73,10 +73,10 @@ class Target:
             self._pack()
 
     @classmethod
-    def load(cls, settings: TargetSettings, weights: bool = True) -> "Target":
+    def load(cls, settings: TargetSettings, weights: bool = True, chat: bool = True) -> "Target":
         """Load by embedded name, folder or Hub id; without `weights`, all that its `spec` says and nothing to run.
 
-        Raises ValueError when the target is missing, is no decoder, or carries no chat template.
+        Raises ValueError when the target is missing, is no decoder, or carries no chat template (where `chat` asks).
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -95,7 +95,7 @@ class Target:
                 f"target.id={settings.id!r} could not be loaded: give {EMBEDDED!r}, a model folder or a Hub id "
                 f"that is reachable ({str(error).splitlines()[0]})"
             ) from error
-        if not tokenizer.chat_template:
+        if chat and not tokenizer.chat_template:
             raise ValueError(
                 f"target {settings.id!r} has no chat template: use an instruct model, or put a chat_template.jinja "
                 "file into its folder"

@@ -4,8 +4,9 @@
 
 Writes conversations of about so many tokens (multi-turn, seeded, the words of scripts/assets/prompts in random order),
 then, for each size in a process of its own held to one core, runs what `python -m data data=given-answers` runs on the
-embedded target's tokenizer and template: read, split, check for leakage, render, mask, write. The last line of standard
-output is a JSON object. Exit status 1 when a figure misses its bound: 20,000 tokens/s, 1.5 GB, no growth.
+embedded target's tokenizer and template: read, split, check for leakage, render, mask, write; then packs the training
+rows into lines of 2,048 tokens. The last line of standard output is a JSON object. Exit status 1 when a figure misses
+its bound: 20,000 tokens/s, 1.5 GB, no growth.
 
 `tokens_per_s` are per second of that core's time, `wall_tokens_per_s` per second of the clock, which also counts what
 else runs on the machine. `rss_mb` is the peak of the whole process, libraries included; `build_mb` the peak
@@ -25,6 +26,7 @@ from typing import Any
 
 PROMPTS = Path(__file__).parent / "assets" / "prompts"
 LEAST_TOKENS_PER_S, MOST_RSS_MB, MOST_GROWTH = 20_000, 1500, 0.05  # the last: of the peak, from least to most rows
+LINE = 2048  # tokens of a packed line
 TOKENS_PER_WORD = 1.4  # of these words under the embedded tokenizer
 TURN_TOKENS = 10  # what the template writes around a question and its answer
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
@@ -95,18 +97,22 @@ def _words(file: Path) -> list[str]:
 def measure(source: Path, folder: Path) -> dict[str, Any]:
     """Build a data folder of `source` on one core; tokens per second of the building, peak memory in MB."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    from data import rows
     from data.asking import RegenerateSettings
     from data.build import DataSettings, build
+    from data.packing import pack_stream
     from heads.target import Target, TargetSettings
 
     settings = DataSettings(
-        source=[str(source)], heldout_share=0.05, max_length=2048, regenerate=RegenerateSettings(enabled=False)
+        source=[str(source)], heldout_share=0.05, max_length=LINE, regenerate=RegenerateSettings(enabled=False)
     )
     target = Target.load(TargetSettings(), weights=False)  # as that command does
     loaded = _status_mb("VmHWM")
     Path("/proc/self/clear_refs").write_text("5")  # the kernel's peak begins anew
     began, used = time.perf_counter(), time.process_time()
     counts = build(target, settings, folder / "out")["counts"]
+    train = ((row.ids, row.spans) for row in rows.stream(folder / "out", "train"))
+    lines = sum(len(packed.ids) for packed in pack_stream(train, LINE))
     seconds, used = time.perf_counter() - began, time.process_time() - used
     peak = _status_mb("VmHWM")
     shutil.rmtree(folder / "out")
@@ -116,6 +122,7 @@ def measure(source: Path, folder: Path) -> dict[str, Any]:
         "supervised": counts["supervised"],
         "seconds": round(seconds, 1),
         "cpu_seconds": round(used, 1),
+        "packed_lines": lines,
         "tokens_per_s": round(counts["tokens"] / used),
         "wall_tokens_per_s": round(counts["tokens"] / seconds),
         "rss_mb": max(loaded, peak),

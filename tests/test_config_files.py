@@ -13,7 +13,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from conf.entry import CONF, register, to_settings
 
-MODULES = {"data": "data.__main__", "train": "train.__main__", "eval": "eval.__main__", "export": "scripts.export"}
+MODULES = {
+    "data": "data.__main__",
+    "train": "train.__main__",
+    "eval": "eval.__main__",
+    "export": "scripts.export",
+    "convert": "scripts.convert",
+}
 EXPERIMENTS = sorted(CONF.glob("experiment/**/*.yaml"))
 COMMAND = re.compile(r"^# python -m (\w+(?:\.\w+)?) (experiment=\S+)", re.MULTILINE)
 

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 from killed_run import contents
-from safetensors import SafetensorError
 from tiny import tiny_target
 from tiny_chat import byte_tokenizer
 
-from data import files
 from data.asking import RegenerateSettings
 from data.build import DataSettings, build
 from heads.target import Target
@@ -103,23 +101,6 @@ def test_a_disk_that_fills_at_any_write_is_one_error_and_the_next_run_is_whole(
     assert not (folder / "manifest.json").exists()
     build(target, settings, folder)
     assert contents(folder) == files_of_whole
-
-
-def test_a_disk_that_fills_under_the_counts_is_one_error_that_names_them(
-    target: Target, whole: tuple[DataSettings, dict[str, bytes], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings, files_of_whole, _ = whole
-
-    def full(tensors: Any, path: Path) -> None:
-        path.write_bytes(b"half")
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(files, "save_file", full)
-        with pytest.raises(OSError, match=r"counts\.safetensors could not be written: .*No space left"):
-            build(target, settings, tmp_path / "out")
-    build(target, settings, tmp_path / "out")
-    assert contents(tmp_path / "out") == files_of_whole
 
 
 def test_answers_are_not_made_again_when_only_the_manifest_is_missing(

@@ -15,7 +15,7 @@ from data.answers import load_given, training_rows
 from data.asking import Limits, Prompt, RegenerateSettings, answerable, to_prompt, with_samples
 from data.generate import generate, sample, uniforms
 from data.prompts import to_row
-from data.regenerate import Answers
+from data.regenerate import Answers, forget
 from data.template import ChatFormat
 from heads.target import Target
 
@@ -109,6 +109,7 @@ def _partial_file(made_by: Answers, asked: list[Prompt]) -> bytes:
         kept.append(made_by.partial.read_bytes())
 
     made_by._append = spy  # type: ignore[method-assign]
+    forget(made_by.folder)
     made_by.make(asked)
     made_by._append = append  # type: ignore[method-assign]
     return kept[-1]

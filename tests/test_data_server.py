@@ -16,7 +16,7 @@ from data.answers import load_given
 from data.asking import Limits, Prompt, RegenerateSettings, to_prompt, with_samples
 from data.build import DataSettings, build
 from data.prompts import to_row
-from data.regenerate import Answers
+from data.regenerate import Answers, forget
 from data.server import ServerError
 from data.template import ChatFormat
 from heads.target import Target
@@ -142,6 +142,7 @@ def test_an_unreachable_server_is_one_error_that_names_it(target: Target, server
 def test_any_cut_of_the_partial_file_is_made_good(target: Target, server: ChatServer, tmp_path: Path) -> None:
     made_by = answers(target, tmp_path, settings_for(server))
     whole = made_by.make(prompts(target)).read_bytes()
+    forget(tmp_path)
     server.poison = "prompt 8"
     with pytest.raises(ServerError):
         answers(target, tmp_path, settings_for(server, retries=0)).make(prompts(target))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from data.vocab import TokenCounter, build, check_size, coverage, filled
+from data.vocab import TokenCounter, build, check_size, coverage, coverages, filled
 
 
 def counts_of(seen: dict[int, int], vocab_size: int = 20) -> torch.Tensor:
@@ -60,3 +60,12 @@ def test_counter_counts_supervised_positions_only_and_coverage_follows() -> None
     assert counter.total().tolist() == counts_of({2: 1, 3: 3, 5: 1}).tolist()
     t2d = build(counter.total(), 1, [])[1]
     assert coverage(counter.total(), t2d) == pytest.approx(3 / 5)
+
+
+def test_coverage_of_held_out_tokens_is_told_for_sizes_to_choose_from() -> None:
+    counts, heldout = torch.zeros(5000, dtype=torch.int64), torch.zeros(5000, dtype=torch.int64)
+    counts[:1500] = torch.arange(1500, 0, -1)  # at 1,024: ids 0..1022 and the special id; at 2,048: all of these
+    heldout[[0, 1022, 1023, 4990]] = torch.tensor([50, 20, 20, 10])
+    assert coverages(counts, heldout, [4995]) == {1024: 0.7, 2048: 0.9, 4096: 0.9}
+    assert coverages(counts, heldout, [4995], tokenizer_size=1500) == {1024: 0.9}  # the special id lies outside
+    assert coverages(counts, torch.zeros(5000, dtype=torch.int64), [4995]) == {}

@@ -28,7 +28,7 @@ SCALED = {
 }  # fmt: skip
 
 
-def run_folder(folder: Path, made_for: Target, head: Any, **provenance: Any) -> Path:
+def run_folder(folder: Path, made_for: Target, head: Any, /, **provenance: Any) -> Path:
     """What `python -m train` leaves, as far as an export reads it."""
     save_head(folder / "best", head, made_for.spec, {"step": 2, "tokens": 30, **provenance})
     return folder
@@ -132,6 +132,8 @@ def test_files_and_config_are_those_of_the_contract(tmp_path: Path) -> None:
         "eagle_aux_hidden_state_layer_ids": [1, 2, 4],
         "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 3]},
     }
+    modes = {path.stat().st_mode for path in out.iterdir()}
+    assert len(modes) == 1, "an engine that runs as another user reads all of it or none"
     tensors = load_file(out / "model.safetensors")
     assert tensors["d2t"].dtype == torch.int64 and tensors["d2t"].tolist() == [n - i for i, n in enumerate(DRAFT)]
     assert tensors["t2d"].dtype == torch.bool and tensors["t2d"].nonzero().flatten().tolist() == DRAFT
@@ -141,14 +143,14 @@ def test_files_and_config_are_those_of_the_contract(tmp_path: Path) -> None:
 
 def test_a_whole_vocabulary_has_no_map(tmp_path: Path) -> None:
     target = tiny_target(layers=6)
-    out = exported(tmp_path, target, eagle3(target))
+    out = exported(tmp_path, target, eagle3(target, std=0.3))
     assert not {"d2t", "t2d"} & set(load_file(out / "model.safetensors"))
     assert config_of(out)["draft_vocab_size"] == config_of(out)["vocab_size"] == 64
 
 
 def test_scaled_rope_survives_in_both_spellings(tmp_path: Path) -> None:
     target = tiny_target(layers=6, rope_parameters=SCALED)
-    out = exported(tmp_path, target, eagle3(target))
+    out = exported(tmp_path, target, eagle3(target, std=0.3))
     config = config_of(out)
     assert config["rope_parameters"] == SCALED and config["rope_theta"] == 500000.0
     assert config["rope_scaling"] == {key: value for key, value in SCALED.items() if key != "rope_theta"}

@@ -1,20 +1,17 @@
 """The Medusa folder (vLLM up to 0.32): a shared LM head is written along, a reduced vocabulary becomes whole."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from elsewhere import Loaded, loadable_target
 from safetensors.torch import load_file
 from test_export import config_of, run_folder
-from tiny import tiny_target
-from tiny_chat import byte_tokenizer
 from torch import Tensor
 from toys import medusa, tokens
 
-from heads.target import Target, TargetSettings
 from scripts import export
 from scripts.export import ExportRun
 
@@ -22,17 +19,11 @@ DRAFT = list(range(0, 256, 5))
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, dict[str, Any]]:
-    """A target that was loaded from a folder, and the settings that load it again."""
-    folder = tmp_path_factory.mktemp("target")
-    tokenizer = byte_tokenizer()
-    tiny_target(vocab_size=len(tokenizer), layers=3).model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    settings = TargetSettings(id=str(folder))
-    return Target.load(settings), dataclasses.asdict(settings)
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return loadable_target(tmp_path_factory.mktemp("target"), layers=3)
 
 
-def exported(tmp_path: Path, loaded: tuple[Target, dict[str, Any]], head: Any, **settings: Any) -> Path:
+def exported(tmp_path: Path, loaded: Loaded, head: Any, **settings: Any) -> Path:
     trained = run_folder(tmp_path / "run", loaded[0], head, target=loaded[1])
     export.main(ExportRun(trained=str(trained), out=str(tmp_path / "out"), outputs=str(tmp_path), **settings))
     return tmp_path / "out"
@@ -56,7 +47,7 @@ def by_the_contract(out: Path, last: Tensor) -> Tensor:
     "settings", [{"num_layers": 2}, {"shared_lm_head": False}, {"shared_lm_head": True, "draft": DRAFT}]
 )
 def test_an_engine_that_follows_the_contract_computes_the_trained_heads_logits(
-    tmp_path: Path, loaded: tuple[Target, dict[str, Any]], settings: dict[str, Any]
+    tmp_path: Path, loaded: Loaded, settings: dict[str, Any]
 ) -> None:
     target = loaded[0]
     head = medusa(target, std=0.3, num_heads=3, **settings)
@@ -70,7 +61,7 @@ def test_an_engine_that_follows_the_contract_computes_the_trained_heads_logits(
     assert torch.allclose(ours, theirs if rows is None else theirs[..., rows], atol=1e-4)
 
 
-def test_files_and_config_are_those_of_the_contract(tmp_path: Path, loaded: tuple[Target, dict[str, Any]]) -> None:
+def test_files_and_config_are_those_of_the_contract(tmp_path: Path, loaded: Loaded) -> None:
     out = exported(tmp_path, loaded, medusa(loaded[0], std=0.3, num_heads=2, draft=DRAFT), dtype="bfloat16")
     config = config_of(out)
     assert config == {
@@ -94,24 +85,20 @@ def test_files_and_config_are_those_of_the_contract(tmp_path: Path, loaded: tupl
     assert tensors == {**linear, "lm_head.weight": [263, 32]}
 
 
-def test_the_card_says_what_the_format_cannot(tmp_path: Path, loaded: tuple[Target, dict[str, Any]]) -> None:
+def test_the_card_says_what_the_format_cannot(tmp_path: Path, loaded: Loaded) -> None:
     text = (exported(tmp_path, loaded, medusa(loaded[0], draft=DRAFT)) / "README.md").read_text()
     assert "vLLM up to 0.32.0 only" in text and "sglang.launch_server" not in text
     assert f"trained over {len(DRAFT)} ids; the format has no draft vocabulary" in text
     assert '"method": "medusa"' in text and '"num_speculative_tokens": 5' in text
 
 
-def test_own_lm_heads_over_a_reduced_vocabulary_are_refused(
-    tmp_path: Path, loaded: tuple[Target, dict[str, Any]]
-) -> None:
+def test_own_lm_heads_over_a_reduced_vocabulary_are_refused(tmp_path: Path, loaded: Loaded) -> None:
     with pytest.raises(ValueError, match="the format has no draft vocabulary"):
         exported(tmp_path, loaded, medusa(loaded[0], shared_lm_head=False, draft=DRAFT))
     assert not (tmp_path / "out").exists()
 
 
-def test_another_target_by_now_or_an_unknown_one_is_refused(
-    tmp_path: Path, loaded: tuple[Target, dict[str, Any]]
-) -> None:
+def test_another_target_by_now_or_an_unknown_one_is_refused(tmp_path: Path, loaded: Loaded) -> None:
     head = medusa(loaded[0])
     folder = run_folder(tmp_path / "run", loaded[0], head)
     with pytest.raises(ValueError, match="does not say how its target is loaded"):

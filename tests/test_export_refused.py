@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_export import DRAFT, config_of, exported, run_folder
 from tiny import tiny_target
-from toys import eagle3
+from toys import eagle3, spread
 
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.target import Target
@@ -48,7 +48,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_a_damaged_head_is_refused_in_one_sentence_and_nothing_is_written(tmp_path: Path, what: str) -> None:
     change, message = REFUSED[what]
     target = tiny_target(layers=6)
-    folder = damaged(tmp_path, eagle3(target, draft=DRAFT), target, change)
+    folder = damaged(tmp_path, eagle3(target, std=0.3, draft=DRAFT), target, change)
     with pytest.raises(ValueError, match=message) as raised:
         export.main(ExportRun(trained=str(folder), out=str(tmp_path / "out")))
     assert "\n" not in str(raised.value)
@@ -62,7 +62,7 @@ def test_a_folder_that_holds_no_head_is_refused(tmp_path: Path) -> None:
 
 
 def with_taps(target: Target, taps: list[int]) -> Eagle3:
-    return Eagle3(Eagle3Config(taps=taps), target.spec).eval()
+    return spread(Eagle3(Eagle3Config(taps=taps), target.spec), 0.3).eval()
 
 
 def test_taps_that_engines_cannot_read_are_refused(tmp_path: Path) -> None:
@@ -73,15 +73,15 @@ def test_taps_that_engines_cannot_read_are_refused(tmp_path: Path) -> None:
         ([1, 2], "exactly three"),
     ):
         with pytest.raises(ValueError, match=message):
-            exported(tmp_path, target, with_taps(target, taps))
-    out = exported(tmp_path, target, with_taps(target, [0, 2, 4]), sglang=False)
+            exported(tmp_path, target, with_taps(target, taps), format="sglang")
+    out = exported(tmp_path, target, with_taps(target, [0, 2, 4]), format="vllm")
     assert config_of(out)["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4]
     assert config_of(out)["eagle_config"] == {"use_aux_hidden_state": True}
 
 
 def test_a_weight_that_overflows_float16_is_named(tmp_path: Path) -> None:
     target = tiny_target(layers=6)
-    head = eagle3(target)
+    head = eagle3(target, std=0.3)
     with torch.no_grad():
         head.norm.weight[3] = 70000.0
     with pytest.raises(ValueError, match="tensor norm.weight is not finite in float16"):
@@ -91,7 +91,7 @@ def test_a_weight_that_overflows_float16_is_named(tmp_path: Path) -> None:
 
 def test_wrong_settings_and_places_are_refused(tmp_path: Path) -> None:
     target = tiny_target(layers=6)
-    head = eagle3(target)
+    head = eagle3(target, std=0.3)
     with pytest.raises(ValueError, match="dtype='int8' must be one of float32"):
         exported(tmp_path, target, head, dtype="int8")
     (tmp_path / "mine").mkdir()
@@ -107,19 +107,19 @@ def test_wrong_settings_and_places_are_refused(tmp_path: Path) -> None:
 
 def test_a_failure_half_way_leaves_the_earlier_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target(layers=6)
-    out = exported(tmp_path, target, eagle3(target))
+    out = exported(tmp_path, target, eagle3(target, std=0.3))
     before = (out / "model.safetensors").read_bytes()
 
-    def wrong(folder: Path, layout: Any) -> None:
+    def wrong(folder: Path, layout: Any, format: str) -> None:
         layout.tensors["midlayer.self_attn.q_proj.weight"] = layout.tensors["midlayer.self_attn.q_proj.weight"].roll(
             32, 1
         )
-        write(folder, layout)
+        write(folder, layout, format)
 
     write = export.write_layout
     monkeypatch.setattr(export, "write_layout", wrong)  # the halves of q swapped: it loads, and drafts nonsense
-    with pytest.raises(ValueError, match="other logits than the trained one"):
-        exported(tmp_path, target, eagle3(target, std=0.3))
+    with pytest.raises(ValueError, match="self_attn.q_proj.weight in the folder is not the trained one"):
+        exported(tmp_path, target, eagle3(target, std=0.2))
     assert (out / "model.safetensors").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 
@@ -128,6 +128,6 @@ def test_case_vocab_reduced_without_mapping(shared: Path, tmp_path: Path) -> Non
     case = json.loads((shared / "cases" / "numeric" / "vocab-reduced-without-mapping.json").read_text())
     V, D = case["target_vocab"], case["draft_vocab_size"]
     target = tiny_target(vocab_size=V, layers=6)
-    folder = damaged(tmp_path, eagle3(target, draft=list(range(D))), target, without("d2t", "t2d"))
+    folder = damaged(tmp_path, eagle3(target, std=0.3, draft=list(range(D))), target, without("d2t", "t2d"))
     with pytest.raises(ValueError, match=f"map of {D} draft ids to the target's {V}"):
         export.main(ExportRun(trained=str(folder), out=str(tmp_path / "out")))

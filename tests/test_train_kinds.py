@@ -22,7 +22,8 @@ from train.objective import Objective
 DRAFT = [2, 3, 5, 8, 13, 21, 34, 55]
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((kind, {}) for kind in HEADS),
-    *((kind, {"draft": DRAFT}) for kind in HEADS),
+    ("eagle3", {"draft": DRAFT}),
+    ("mlp", {"draft": DRAFT}),
     ("medusa", {"shared_lm_head": False}),
     ("block", {"own_lm_head": True}),
 ]
@@ -73,16 +74,16 @@ def test_every_kind_has_a_small_head() -> None:
 
 @every_case
 def test_loss_and_gradient_depend_on_neither_padding_packing_nor_split(kind: str, options: dict[str, Any]) -> None:
-    objective, rows = objective_of(kind, options), conversations(5)
+    objective, rows = objective_of(kind, options), conversations(5, longest=8)
     whole = gradients(objective, batch_of(rows))
-    assert whole[0] > 0.1
-    assert close(whole, gradients(objective, padded(batch_of(rows), 7, 0)))
-    assert close(whole, gradients(objective, padded(batch_of(rows), 3, 1))), "the value of the padding does not matter"
-    assert close(whole, gradients(objective, packed(objective, rows))), "packed, features as captured"
-    live = collate(rows, list(range(len(rows))), sizes=[2, 3])
-    assert live.packed and close(whole, gradients(objective, live)), "packed, the target run on packed lines"
-    for parts in ([[row] for row in rows], [rows[:4], rows[4:]]):
-        assert close(whole, gradients(objective, *map(batch_of, parts))), [len(part) for part in parts]
+    assert whole[0] > 0.1 and max(float(g.abs().max()) for g in whole[1].values()) > 0.01
+    for what, batches in {
+        "padded": [padded(batch_of(rows), 7, 1)],
+        "packed, features as captured": [packed(objective, rows)],
+        "packed, the target run on packed lines": [collate(rows, list(range(len(rows))), sizes=[2, 3])],
+        "split": [batch_of(part) for part in (rows[:1], rows[1:3], rows[3:])],
+    }.items():
+        assert close(whole, gradients(objective, *batches), atol=1e-5), what
 
 
 @every_case
@@ -110,4 +111,4 @@ def test_a_batch_without_trained_slots_is_exactly_zero(kind: str, options: dict[
     loss, found = gradients(objective, empty)
     assert loss == 0.0 and all(not bool(g.any()) for g in found.values())
     rows = conversations(4)
-    assert close(gradients(objective, batch_of(rows)), gradients(objective, empty, batch_of(rows), empty))
+    assert close(gradients(objective, batch_of(rows)), gradients(objective, empty, batch_of(rows), empty), atol=1e-5)

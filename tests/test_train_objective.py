@@ -47,8 +47,8 @@ def gradients(objective: Objective, *batches: Batch) -> tuple[float, dict[str, T
     return total, {n: none if p.grad is None else p.grad.clone() for n, p in objective.head.named_parameters()}
 
 
-def close(a: tuple[float, dict[str, Tensor]], b: tuple[float, dict[str, Tensor]]) -> bool:
-    same = all(torch.allclose(a[1][name], b[1][name], atol=1e-6, rtol=1e-4) for name in a[1])
+def close(a: tuple[float, dict[str, Tensor]], b: tuple[float, dict[str, Tensor]], atol: float = 1e-6) -> bool:
+    same = all(torch.allclose(a[1][name], b[1][name], atol=atol, rtol=1e-4) for name in a[1])
     return same and a[0] == pytest.approx(b[0], rel=1e-5)
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_train_objective import HEADS, counts_of, gradients, objective_of
+from test_train_objective import DRAFT, HEADS, counts_of, gradients, objective_of
 from tiny import KINDS, tiny_target
+from tiny_heads import TINY_HEADS, tiny_head
 from toys import Row, batch_of, conversations, eagle3, largest_gap, loop_of, medusa, weights
 
 from data.packing import best_fit, even_fit, pack, pack_stream, stream
@@ -17,6 +18,8 @@ from heads.target import Target, TargetOutput, TargetParityError
 from train.batches import Batch, Order, collate
 from train.features import check_packing
 from train.layout import Layout
+from train.mixture import LossSettings
+from train.objective import Objective
 from train.settings import TrainSettings
 from train.track import read_log
 
@@ -127,6 +130,17 @@ def test_loss_and_gradient_of_packed_conversations_are_those_of_padded_ones(
         assert all(float((packed[1][n] - padded[1][n]).abs().max()) < 1e-5 for n in padded[1])
     joined = {"ids": sum((r["ids"] for r in rows), []), "spans": [[0, sum(len(r["ids"]) for r in rows)]]}
     assert counts_of(objective, batch_of([joined]))[0] > counts[0], "one document of all would train across borders"
+
+
+@pytest.mark.parametrize("draft", [None, DRAFT])
+@pytest.mark.parametrize("kind", TINY_HEADS)
+def test_a_head_of_every_kind_trains_alike_packed_and_padded(kind: str, draft: list[int] | None) -> None:
+    target, rows = tiny_target(layers=5), conversations(6)
+    objective = Objective(tiny_head(kind, target, wide=True, draft=draft), target, LossSettings())
+    padded, packed = (gradients(objective, packed_batch(rows, sizes)) for sizes in ([1] * 6, [4, 2]))
+    assert packed[0] == pytest.approx(padded[0], rel=1e-6, abs=1e-6)
+    largest = max(float(g.abs().max()) for g in padded[1].values())
+    assert all(float((packed[1][n] - padded[1][n]).abs().max()) < 1e-5 * max(1, largest) for n in padded[1])
 
 
 @pytest.mark.parametrize("layout", [Layout(2, pack_length=60), Layout(9, max_tokens=70), Layout(9, 90, 45)])

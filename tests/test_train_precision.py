@@ -8,8 +8,10 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from tiny import tiny_target
-from toys import conversations, eagle3, train
+from toys import batch_of, conversations, eagle3, train
 
+from train.mixture import LossSettings
+from train.objective import Objective
 from train.track import read_log
 
 STEPS = 200
@@ -30,7 +32,7 @@ def curve(folder: Path, precision: str) -> tuple[list[float], torch.nn.Module]:
     head = eagle3(target, init="random", ttt_steps=1)
     assert bool((head.norm.weight == 1).all())
     few = {"steps": STEPS, "eval_every": STEPS, "save_every": STEPS, "lr": 3e-3, "batch_size": 2}
-    loop, _ = train(folder, target=target, head=head, rows=conversations(24), precision=precision, **few)
+    loop, _ = train(folder, target=target, head=head, rows=conversations(24, longest=7), precision=precision, **few)
     return [line["loss"] for line in read_log(folder / "log.jsonl") if line["split"] == "train"], loop.head
 
 
@@ -42,6 +44,21 @@ def test_bf16_follows_the_loss_of_fp32_and_moves_every_norm_weight(tmp_path: Pat
     assert {p.dtype for p in head.parameters()} == {torch.float32}
     norms = [p for name, p in head.named_parameters() if "norm" in name]
     assert len(norms) == 4 and not any(bool((p == 1.0).any()) for p in norms)
+
+
+def test_under_bf16_the_target_answers_as_it_does_alone() -> None:
+    target = tiny_target(layers=4)
+    head = eagle3(target)
+    objective, batch = Objective(head, target, LossSettings()), batch_of(conversations(3))
+    alone = objective.features(batch)
+    assert alone.last is not None and alone.taps is not None
+    with torch.autocast("cpu", torch.bfloat16):
+        autocast = objective.features(batch)
+        assert autocast.last is not None and autocast.taps is not None
+        taught, drafted = objective.teacher_logits(autocast.last[0]), head.logits(autocast.last[0])
+    assert torch.equal(alone.last, autocast.last) and torch.equal(alone.taps, autocast.taps)
+    assert torch.equal(taught, objective.teacher_logits(alone.last[0]))
+    assert not torch.equal(drafted, head.logits(alone.last[0])), "the head computes in bfloat16: this test can fail"
 
 
 def test_case_bf16_weights_need_fp32_master(shared: Path) -> None:

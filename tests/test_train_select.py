@@ -206,6 +206,7 @@ def test_a_held_out_split_without_a_usable_prompt_is_refused_before_the_first_st
 
 def test_torch_random_state_is_not_moved_by_a_live_run() -> None:
     target, embeddings = target_of()
+    head = eagle3_head(target, embeddings)
     before = torch.get_rng_state()
-    measure_acceptance(target, eagle3_head(target, embeddings), [[5, 9, 3]], 2, 1.0, 0, 8)
+    measure_acceptance(target, head, [[5, 9, 3]], 2, 1.0, 0, 8)
     assert torch.equal(before, torch.get_rng_state())

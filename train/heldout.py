@@ -40,8 +40,7 @@ def heldout_figures(
         total = _sum(torch.as_tensor(value, dtype=torch.float64), accelerator)
         setattr(tally, field.name, total if isinstance(value, Tensor) else int(total))
     loss, counts = _sum(sums, accelerator)
-    per_step = (loss / counts.clamp_min(1)).tolist()
-    return {**tally.figures(), "loss": sum(w * x for w, x in zip(objective.step_weights, per_step, strict=True))}
+    return {**tally.figures(), "loss": objective.weighted(loss / counts.clamp_min(1))}
 
 
 def _sum(value: Tensor, accelerator: Accelerator) -> Tensor:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from heads.hub import save_head
@@ -166,7 +165,7 @@ class Loop:
         state.tokens += int(counts[0])
         found = dict(zip(self.objective.figures, sums / counts.cpu().clamp_min(1), strict=True))
         return {
-            "loss": self._weighted(found["loss"]),
+            "loss": self.objective.weighted(found["loss"]),
             "step_loss": found["loss"].tolist(),
             "accuracy": found["correct"].tolist(),
             **{f"loss_{name}": found[name].tolist() for name in self.objective.terms},
@@ -222,10 +221,6 @@ class Loop:
             if track is not None:
                 note = {**self.provenance, "step": state.step, "tokens": state.tokens, "selected_by": self.selection.by}
                 save_head(self.folder / "best", self.head, self.target.spec, {**note, **figures})
-
-    def _weighted(self, per_slot: Tensor) -> float:
-        """Loss of a mean per step [J]."""
-        return sum(w * x for w, x in zip(self.objective.step_weights, per_slot.tolist(), strict=True))
 
     def _save(self, checkpoints: Path) -> None:
         if self.accelerator.is_main_process:

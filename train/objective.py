@@ -151,6 +151,10 @@ class Objective(nn.Module):
                 loss = loss + shares[i] * self._add(self.regression, rows, feature, sums, i)
         return loss, sums
 
+    def weighted(self, per_step: Tensor) -> float:
+        """The loss of a mean per step [J]."""
+        return sum(w * x for w, x in zip(self.step_weights, per_step.tolist(), strict=True))
+
     def _add(
         self, losses: dict[str, tuple[Loss, float]], draft: Tensor, wanted: Tensor, sums: dict[str, Tensor], step: int
     ) -> Tensor:

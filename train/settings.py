@@ -28,7 +28,7 @@ class TrainSettings:
     patience: int = 0  # selections without a better one before the run stops; 0: never
     seed: int = 0
     max_bad_steps: int = 10  # non-finite steps in a row before the run stops
-    warm_start: str | None = None  # start from the trained head in this folder, its vocabulary map included
+    warm_start: str | None = None  # start from the trained head in this folder or Hub repository, with its map
     features: str = "online"  # online: run the target in each step | captured: read what data.capture wrote
     captured_taps: list[int] | None = None  # taps of that capture; null: the head's own
     captured_dtype: str = "float32"

@@ -1,18 +1,21 @@
-"""Start from a head that is already trained: a run folder, a head folder or an exported one, of the same target.
+"""Start from a trained head of the same target: a run or head folder, one in an engine's format, a Hub repository.
 
 The head's own vocabulary map comes with it: a map rebuilt from other counts would give each LM-head row another token.
 """
 
 import dataclasses
 import json
-from pathlib import Path
+import re
 from typing import Any
 
 from torch import Tensor
 
 from heads.base import Head
-from heads.hub import build_head, load_head
+from heads.hub import build_head, load
 from heads.target import Target
+
+# What a head computes with and no tensor shows.
+SILENT = ("layer", "norm_before_residual", "norm_output", "from_anchor", "scale_input")
 
 
 def load_warm(folder: str, settings: dict[str, Any], target: Target) -> Head:
@@ -21,7 +24,7 @@ def load_warm(folder: str, settings: dict[str, Any], target: Target) -> Head:
     Settings that change no tensor (training steps, the start) may differ. Raises ValueError, naming both sides, for
     another kind, target, tap, vocabulary or shape.
     """
-    source = load_head(Path(folder), target.spec)
+    source = load(folder, target=target)
     before = f"train.warm_start={folder} holds"
     if source.config.kind != settings["kind"]:
         raise ValueError(f"{before} a head of kind {source.config.kind!r}, this run trains {settings['kind']!r}")
@@ -31,6 +34,11 @@ def load_warm(folder: str, settings: dict[str, Any], target: Target) -> Head:
             f"{before} a head with a draft vocabulary of {source.draft_vocab_size} ids, this run asks for {size}: its "
             f"map is kept, so set head.draft_vocab_size={source.draft_vocab_size}"
         )
+    for key in SILENT:
+        theirs = getattr(source.config, key, None)
+        if theirs != settings.get(key):
+            said = re.sub(r'"(\w+)":', r"\1:", json.dumps(theirs))  # as Hydra reads it
+            raise ValueError(f"{before} a head that was trained with {key}={said}: set 'head.{key}={said}'")
     head = build_head(settings, target.spec, vocabulary_of(source))
     if head.taps != source.taps:
         raise ValueError(
@@ -55,7 +63,6 @@ def _fill(head: Head, tensors: dict[str, Tensor], before: str, config: Any) -> N
             differ = [
                 f"head.{key}={json.dumps(theirs[key])}" for key in own if own[key] != theirs[key] and key != "init"
             ]
-            raise ValueError(
-                f"{before} whose tensor {name} is {have}, this run's is {want}: set {' '.join(differ) or 'what it was trained with'}"
-            )
+            asked = " ".join(differ) or "what it was trained with"
+            raise ValueError(f"{before} whose tensor {name} is {have}, this run's is {want}: set {asked}")
     head.load_state_dict(tensors, strict=True)
