@@ -11,7 +11,7 @@ is decoding. Only greedy decoding is compared: transformers' noise is not keyed 
 import contextlib
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ METHODS = ("hf-generate", "hf-assisted", "hf-lookup")
 class Watch:
     """Times the passes of a model: (entries in the cache before, ids fed, seconds) of each."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, clock: Callable[[], float]) -> None:
+        self.clock = clock
         self.passes: list[tuple[int, int, float]] = []
         self.began: tuple[int, int, float] = (0, 0, 0.0)
         self.hooks = [
@@ -42,16 +43,21 @@ class Watch:
     def _before(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
         cache = kwargs.get("cache")
         held = cache.get_seq_length() if cache is not None else 0
-        self.began = held, kwargs["input_ids"].shape[1], time.perf_counter()
+        self.began = held, kwargs["input_ids"].shape[1], self.clock()
 
     def _after(self, model: Any, args: Any, output: Any) -> None:
         held, fed, began = self.began
-        self.passes.append((held, fed, time.perf_counter() - began))
+        self.passes.append((held, fed, self.clock() - began))
 
 
 @torch.inference_mode()
 def generate(
-    target: Target, method: str, prompt: list[int], decoding: Decoding, assistant: Target | None = None
+    target: Target,
+    method: str,
+    prompt: list[int],
+    decoding: Decoding,
+    assistant: Target | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Generation:
     """Decode one prompt with one of METHODS; `assistant` is the draft model of hf-assisted.
 
@@ -65,17 +71,17 @@ def generate(
     if not prompt or room < 1:
         raise ValueError(f"a prompt of {len(prompt)} tokens: the context holds {target.spec.max_position_embeddings}")
     ids = torch.tensor([prompt], device=target.device)
-    began = time.perf_counter()
+    began = clock()
     target.model(input_ids=ids, cache=DynamicCache(config=target.model.config), use_cache=True, logits_to_keep=1)
-    reading = time.perf_counter() - began
+    reading = clock() - began
 
-    watch = Watch(target.model)
-    drafts = Watch(assistant.model) if assistant is not None else None
+    watch = Watch(target.model, clock)
+    drafts = Watch(assistant.model, clock) if assistant is not None else None
     try:
         with _quiet():
-            began = time.perf_counter()
+            began = clock()
             output = target.model.generate(ids, **_options(target, method, decoding, assistant, room))
-            total = time.perf_counter() - began
+            total = clock() - began
     finally:
         watch.remove()
         if drafts is not None:

@@ -146,8 +146,8 @@ def record(bench: Bench, unit: Unit, prompt: dict[str, Any], decoding: Decoding,
     found, rule = dataclasses.asdict(generation), decoding.resolved_rule()
     if unit.kind != "alpha":
         del found["alpha_sum_min"], found["alpha_greedy"]
-    if found["nodes"] == [drafted for drafted, _ in found["steps"]]:
-        del found["nodes"]  # a chain: the steps say it
+    if tree_of(unit, bench.settings) == "chain":
+        del found["nodes"]  # the steps say it
     return {
         "kind": unit.kind,
         "id": prompt["id"],

@@ -1,7 +1,7 @@
 """Our decoding loop beside transformers' own, on the same model object: seconds, ratios and their spread in one run.
 
     python -m scripts.bench_decode [--prompts 6] [--tokens 48] [--repeats 3] [--k 4] [--layers 4] [--pair plain ...]
-    python -m scripts.bench_decode --pair '' --method self-draft --context 1024     (drafters against plain decoding)
+    python -m scripts.bench_decode --pair --method self-draft --context 1024     (drafters against plain decoding)
 
 Batch 1, temperature 0. Every prompt is decoded by all methods in turn, the first one rotating, and the whole is
 repeated; a ratio above 1 says ours is faster. Outputs must be the same ids. The last line of standard output is one
@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,14 +46,19 @@ class Bench:
         for name in {*options.pair, *options.method} - {"plain"}:
             self.drafters[name] = DRAFTERS[name](target, settings, self._other)
 
-    def run(self, method: str, prompt: list[int]) -> Generation:
+    def run(self, method: str, prompt: list[int]) -> tuple[Generation, float]:
+        """The decoded prompt and the seconds it took by the chosen clock."""
         decoding = Decoding(k=self.options.k, max_new_tokens=self.options.tokens)
+        clock = time.process_time if self.options.clock == "cpu" else time.perf_counter
         if method in reference.METHODS:
             assistant = self.assistant if method == "hf-assisted" else None
-            return reference.generate(self.target, method, prompt, decoding, assistant)
+            found = reference.generate(self.target, method, prompt, decoding, assistant, clock)
+            return found, found.wall_s
         if method == "plain":
             decoding.k = 0
-        return generate(self.target, self.drafters[method], prompt, decoding)
+        began = clock()
+        found = generate(self.target, self.drafters[method], prompt, decoding)
+        return found, clock() - began
 
     def _other(self, name: str) -> Drafter:
         drafter = self.drafters[name]
@@ -61,7 +67,7 @@ class Bench:
 
 
 def measure(bench: Bench, prompts: Sequence[list[int]], methods: Sequence[str], repeats: int) -> list[Row]:
-    """Per repeat, prompt and method: seconds in all, seconds after the prompt was read, tokens, steps.
+    """Per repeat, prompt and method: seconds, the prompt's reading included, tokens, steps.
 
     Raises ValueError where two methods emit different ids.
     """
@@ -73,11 +79,10 @@ def measure(bench: Bench, prompts: Sequence[list[int]], methods: Sequence[str], 
             turn = (i + repeat) % len(methods)
             outputs = {}
             for method in [*methods[turn:], *methods[:turn]]:
-                g = bench.run(method, prompt)
+                g, seconds = bench.run(method, prompt)
                 outputs[method] = g.output_ids
-                row: Row = {"repeat": repeat, "prompt": i, "method": method, "seconds": g.wall_s}
-                row |= {"decode_s": g.draft_s + g.verify_s + g.other_s, "tokens": len(g.output_ids)}
-                found.append({**row, "steps": len(g.steps)})
+                row = {"repeat": repeat, "prompt": i, "method": method, "seconds": seconds}
+                found.append({**row, "tokens": len(g.output_ids), "steps": len(g.steps)})
             if odd := [m for m in methods if outputs[m] != outputs[methods[0]]]:
                 raise ValueError(f"prompt {i}: {odd[0]} and {methods[0]} emit different ids")
             print(f"repeat {repeat + 1}/{repeats}, prompt {i + 1}/{len(prompts)}", file=sys.stderr)
@@ -85,15 +90,14 @@ def measure(bench: Bench, prompts: Sequence[list[int]], methods: Sequence[str], 
 
 
 def ratios(rows: Sequence[Row], pairs: Sequence[tuple[str, str]]) -> list[Row]:
-    """Seconds of theirs over seconds of ours per decoded prompt, median and quartiles: in all, and decoding alone."""
+    """Seconds of theirs over seconds of ours per decoded prompt: median, quartiles and range."""
     found = []
     for ours, theirs in pairs:
         row: Row = {"ours": ours, "theirs": theirs}
         sides = [[r for r in rows if r["method"] == method] for method in (ours, theirs)]  # in the order of prompts
-        for name in ("seconds", "decode_s"):
-            each = [other[name] / own[name] for own, other in zip(*sides, strict=True)]
-            low, middle, high = statistics.quantiles(each, n=4) if len(each) > 1 else each * 3
-            row[name] = {"median": middle, "quartiles": [low, high], "least": min(each), "most": max(each)}
+        each = [other["seconds"] / own["seconds"] for own, other in zip(*sides, strict=True)]
+        low, middle, high = statistics.quantiles(each, n=4) if len(each) > 1 else each * 3
+        row |= {"ratio": middle, "quartiles": [low, high], "range": [min(each), max(each)]}
         for side, own in zip(("ours", "theirs"), sides, strict=True):
             row[f"{side}_tokens_per_s"] = sum(r["tokens"] for r in own) / sum(r["seconds"] for r in own)
             row[f"{side}_tokens_per_step"] = sum(r["tokens"] for r in own) / max(sum(r["steps"] for r in own), 1)
@@ -124,18 +128,13 @@ def prompts_of(target: Target, count: int, context: int) -> list[list[int]]:
 
 
 def show(found: Sequence[Row], title: str) -> None:
-    table = Table("ours", "theirs", "tokens/s", "tokens/step", "theirs / ours", "decoding only", title=title)
+    table = Table("ours", "theirs", "tokens/s", "tokens/step", "theirs / ours", "quartiles", "range", title=title)
     for row in found:
         speed = f"{row['ours_tokens_per_s']:.1f} / {row['theirs_tokens_per_s']:.1f}"
         steps = f"{row['ours_tokens_per_step']:.2f} / {row['theirs_tokens_per_step']:.2f}"
-        spreads = [spread(row[name]) for name in ("seconds", "decode_s")]
-        table.add_row(row["ours"], row["theirs"], speed, steps, *spreads)
+        spreads = [f"{low:.2f}-{high:.2f}" for low, high in (row["quartiles"], row["range"])]
+        table.add_row(row["ours"], row["theirs"], speed, steps, f"{row['ratio']:.2f}", *spreads)
     Console(width=120).print(table)
-
-
-def spread(ratio: Row) -> str:
-    """1.04 (1.01-1.09): median and quartiles."""
-    return f"{ratio['median']:.2f} ({ratio['quartiles'][0]:.2f}-{ratio['quartiles'][1]:.2f})"
 
 
 def main() -> None:
@@ -147,9 +146,8 @@ def main() -> None:
     prompts = prompts_of(target, options.prompts, options.context)
     rows = measure(bench, prompts, methods, options.repeats)
     found = ratios(rows, pairs)
-    title = (
-        f"{target.spec.name}, k = {options.k}, draft: {bench.assistant.spec.name}, {torch.get_num_threads()} threads"
-    )
+    threads = torch.get_num_threads()
+    title = f"k = {options.k}, draft: {bench.assistant.spec.name}, {threads} threads, {options.clock} seconds"
     show(found, title)
     lengths = [len(prompt) for prompt in prompts]
     print(json.dumps({"settings": vars(options), "prompt_tokens": lengths, "ratios": found, "rows": rows}))
@@ -169,9 +167,9 @@ def _parse() -> argparse.Namespace:
         "--pair", nargs="*", default=list(PAIRS), choices=[*PAIRS, ""], help="ours beside transformers'"
     )
     parser.add_argument("--method", nargs="*", default=[], choices=[*DRAFTERS], help="drafters beside plain decoding")
-    options = parser.parse_args()
-    options.pair = [name for name in options.pair if name]
-    return options
+    clock = "cpu: CPU seconds, where other programs run beside (with OMP_NUM_THREADS=1: waiting threads burn them too)"
+    parser.add_argument("--clock", default="wall", choices=["wall", "cpu"], help=clock)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

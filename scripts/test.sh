@@ -15,5 +15,6 @@ if [ $# -eq 0 ]; then
   "$bin/ruff" check .
   "$bin/ruff" format --check .
   "$bin/mypy"
+  set -- --numprocesses 2 --dist worksteal  # a worker for each of the 2 cores it is measured on
 fi
 exec "$bin/python" -m pytest "$@"

@@ -13,7 +13,7 @@ WORKS = ["regenerate", "server", "capture"]
 
 
 def test_killed_runs_resume_to_the_same_files(root: Path, python: str, tmp_path: Path) -> None:
-    options = {"folder": str(tmp_path), "works": WORKS, "kills": 3, "seed": 5}
+    options = {"folder": str(tmp_path), "works": WORKS, "kills": 2, "seed": 5}
     environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'tests'}"}
     environment |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1")
     command = [python, str(root / "tests" / "killed_run.py"), json.dumps(options)]
@@ -23,7 +23,7 @@ def test_killed_runs_resume_to_the_same_files(root: Path, python: str, tmp_path:
     for work in WORKS:
         result = results[work]
         assert result["different"] == [], work
-        assert len(result["killed"]) >= 3
+        assert len(result["killed"]) >= 2
         assert any(kill["found"] > 100 for kill in result["killed"]), f"no kill fell into the work: {result['killed']}"
     for work in WORKS[:2]:
         lines = (tmp_path / work / "whole" / "answers.jsonl").read_text().splitlines()

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from heads import HEADS
 from heads.base import Head
 from heads.hub import build_head, load
 from heads.target import Target
@@ -34,9 +35,10 @@ def load_warm(folder: str, settings: dict[str, Any], target: Target) -> Head:
             f"{before} a head with a draft vocabulary of {source.draft_vocab_size} ids, this run asks for {size}: its "
             f"map is kept, so set head.draft_vocab_size={source.draft_vocab_size}"
         )
+    wanted = HEADS[settings["kind"]][1](**{key: value for key, value in settings.items() if key != "kind"})
     for key in SILENT:
         theirs = getattr(source.config, key, None)
-        if theirs != settings.get(key):
+        if theirs != getattr(wanted, key, None):
             said = re.sub(r'"(\w+)":', r"\1:", json.dumps(theirs))  # as Hydra reads it
             raise ValueError(f"{before} a head that was trained with {key}={said}: set 'head.{key}={said}'")
     head = build_head(settings, target.spec, vocabulary_of(source))
