@@ -46,7 +46,8 @@ def measure_drift(target: Target, lora: Lora, rows: Sequence[DataRow]) -> dict[s
 def caveat(drift: dict[str, Any]) -> str:
     """What a report must say of figures of a tuned target; `drift` names its "base" as well."""
     return (
-        f"Lossless here means relative to the tuned target, not to {drift['base']}, from which it was tuned with its heads. "
-        f"Drift on {drift['tokens']:,} tokens of {drift['conversations']} held-out conversations: mean KL(base || tuned) "
-        f"{drift['kl_base_tuned']:.4f} nats a token, the same greedy token at {drift['greedy_agreement']:.1%} of them."
+        f"Lossless here means relative to the tuned target, not to {drift['base']}, from which it was tuned with its "
+        f"heads. Drift on {drift['tokens']:,} tokens of {drift['conversations']} held-out conversations: mean "
+        f"KL(base || tuned) {drift['kl_base_tuned']:.4f} nats a token, the same greedy token at "
+        f"{drift['greedy_agreement']:.1%} of them."
     )

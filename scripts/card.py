@@ -81,8 +81,8 @@ def card(made: Made, written: Layout, measured: dict[str, Any] | None, settings:
     tuned = "adapter" in facts
     parts = [
         front_matter(kind, base, settings.license, made.format),
-        f"# {'Medusa-2' if tuned else NAMES[kind]} draft head for {base}\n\nDrafts tokens for speculative decoding. The "
-        "target checks every draft, so its output stays its own: only the speed changes.",
+        f"# {'Medusa-2' if tuned else NAMES[kind]} draft head for {base}\n\nDrafts tokens for speculative decoding. "
+        "The target checks every draft, so its output stays its own: only the speed changes.",
         *([tuned_target(made, measured)] if tuned else []),
         "## Serve\n\n" + serve(made, written),
         "## Head\n\n" + bullets(head_facts(made, written)),

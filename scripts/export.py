@@ -110,8 +110,8 @@ def check_base(settings: ExportRun, facts: dict[str, Any]) -> None:
     """
     if settings.push and brings_target(settings.format, facts):
         raise ExportError(
-            f"push={settings.push}: a Medusa-2 head in format={settings.format} comes with its whole tuned target, which "
-            f"is not pushed from here: push it with format=native (its adapter), or upload the exported folder yourself"
+            f"push={settings.push}: a Medusa-2 head in format={settings.format} comes with its whole tuned target, "
+            "which is not pushed from here: push it with format=native (its adapter), or upload the folder yourself"
         )
     if settings.push and not settings.base_model and is_local(facts["provenance"].get("target")):
         raise ExportError(

@@ -107,7 +107,7 @@ def test_evaluation_decodes_the_tuned_target_and_tells_its_drift(
     line: Path, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:  # fmt: skip
     told: dict[str, Any] = {}
-    monkeypatch.setattr("eval.report.write", lambda *args: told.update(args[-1]) or Path("none"))
+    monkeypatch.setattr("eval.report.write", lambda *args: told.update(args[4]) or Path("none"))
     evaluation.evaluate(eval_settings(place, line))
     out = capsys.readouterr().out
     assert out.startswith("Self-checks passed"), "and with them: output equal to plain decoding of the tuned target"
