@@ -25,9 +25,9 @@ class LoRALinear(nn.Module):
     def __init__(self, base: nn.Linear, r: int, alpha: float) -> None:
         super().__init__()
         self.base, self.scale, self.on = base, alpha / r, True
-        place = {"device": base.weight.device, "dtype": torch.float32}
-        self.a = nn.Parameter(torch.empty(r, base.in_features, **place))  # type: ignore[arg-type]
-        self.b = nn.Parameter(torch.zeros(base.out_features, r, **place))  # type: ignore[arg-type]
+        place, fp32 = base.weight.device, torch.float32
+        self.a = nn.Parameter(torch.empty(r, base.in_features, device=place, dtype=fp32))
+        self.b = nn.Parameter(torch.zeros(base.out_features, r, device=place, dtype=fp32))
         nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
 
     @property

@@ -166,7 +166,7 @@ def test_heads_learn_at_four_times_the_adapters_rate_and_the_ramp_is_a_sine(tmp_
         assert loop.lora is not None
         heads, adapters = ({of[id(p)] for p in part.parameters()} for part in (loop.head, loop.lora))
         assert len(heads) == len(adapters) == 1 and heads == {4 * rate for rate in adapters}
-        seen.append((loop.objective.weights()[0], adapters))  # type: ignore[arg-type]
+        seen.append((loop.objective.weights()[0], adapters))
         inner(*args)
 
     loop._apply = applying  # type: ignore[method-assign,assignment]
