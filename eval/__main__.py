@@ -22,6 +22,7 @@ from conf.entry import run
 from data.rows import DataRow, load, manifest
 from eval import checks, exactness, report, theory
 from eval.chosen import prompts
+from eval.drift import caveat, measure_drift
 from eval.measured import Measured, texts
 from eval.plan import EvalSettings, check, main_row, measured, method_names, plan
 from eval.records import RecordFile, claim
@@ -32,7 +33,9 @@ from eval.warpers import Warpers
 from heads import hub
 from heads.download import locate
 from heads.hub import origin, write_json
+from heads.spec import TargetSpec
 from heads.target import Target
+from heads.tuned import load_adapted, merge
 
 
 def main(settings: EvalSettings) -> None:
@@ -58,11 +61,20 @@ def evaluate(settings: EvalSettings) -> None:
     made = {name: origin(folder) for name, folder in folders.items()}
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    target = Target.load(settings.target)
-    heads = {name: hub.load(folder, target=target).attach(target) for name, folder in folders.items()}
+    tuned = next(filter(None, map(hub.adapted, folders.values())), None)
+    target, lora = (Target.load(settings.target), None) if tuned is None else load_adapted(settings.target, tuned)
+    base = target.spec if tuned is None else TargetSpec.from_dict(tuned["adapter"]["base"])
+    heads = {name: hub.load(folder, target=target) for name, folder in folders.items()}
     check(settings, {name: head.max_draft for name, head in heads.items()})
-    rows = load(settings.dataset, settings.split, target.spec)
-    compare(settings, target, heads, rows, {"data": manifest(settings.dataset).get("fingerprint"), "heads": made})
+    rows = load(settings.dataset, settings.split, base)
+    drift = None
+    if lora is not None:
+        found = measure_drift(target, lora, rows[: settings.prompts or None])
+        drift = {"base": f"{base.name}@{base.revision}", **found}
+        merge(target, lora, settings.target.packed)
+    heads = {name: head.attach(target) for name, head in heads.items()}
+    source = {"data": manifest(settings.dataset).get("fingerprint"), "heads": made}
+    compare(settings, target, heads, rows, source, drift)
 
 
 def compare(
@@ -71,8 +83,12 @@ def compare(
     heads: dict[str, Any],
     data: list[DataRow],
     provenance: dict[str, Any],
+    drift: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Decode, derive, report. heads: method -> head attached to `target`; data: rows of the split."""
+    """Decode, derive, report. heads: method -> head attached to `target`; data: rows of the split.
+
+    `drift` of a target that was tuned with its heads, from the one it was tuned from (eval/drift.py).
+    """
     chosen = prompts(data, settings, target.spec.max_position_embeddings)
     folder = Path(settings.outputs) / "eval" / settings.name
     name = f"{target.spec.name}@{target.spec.revision} {target.spec.dtype}"
@@ -97,11 +113,16 @@ def compare(
     write_json(folder / "cost.json", cost)
     write_json(folder / "trees.json", trees)
     meta = describe(settings, target, file.rows, found, same)
+    if drift is not None:
+        meta |= {"drift": drift, "caveats": [caveat(drift)]}
     page = report.write(folder, rows, cost, training_logs(settings.heads), meta, trees)
     manifest = {"kind": "eval", "whole": whole, "settings": dataclasses.asdict(settings), "checks": found, **source}
+    manifest |= {"drift": drift} if drift is not None else {}
     write_json(folder / "manifest.json", manifest)
     print(checks.first_line(found))
     print_table(rows, Console(), settings.k)
+    for text in meta.get("caveats", []):
+        print(text)
     print(f"report: {page}")
     print(json.dumps({"rows": rows}))
     return rows

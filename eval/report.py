@@ -216,7 +216,8 @@ def _plain_fact(value: object) -> str:
 def _facts(meta: dict[str, Any]) -> list[tuple[str, str]]:
     known = [(label, _plain_fact(meta.get(key))) for key, label in FACTS.items()]
     known.append(("Bonus token", "counted: each target pass emits one token of its own"))
-    rest = [key for key in meta if key not in FACTS and key not in ("checks", "bonus_token_counted", "main_k")]
+    shown_elsewhere = ("checks", "caveats", "bonus_token_counted", "main_k")
+    rest = [key for key in meta if key not in FACTS and key not in shown_elsewhere]
     return known + [(key.replace("_", " ").capitalize(), _plain_fact(meta[key])) for key in rest]
 
 
@@ -250,7 +251,7 @@ def render(
         best=[best(rows, t) for t in found],
         losses=losses(rows),
         timed=any(finite(row.get("speedup_decode")) is not None for row in rows if row["method"] != "plain"),
-        notes=notes(rows, k),
+        notes=[*meta.get("caveats", []), *notes(rows, k)],
         facts=_facts(meta),
         summaries=[table for t in found for table in (summary(rows, t, k), by_position(rows, t, k))],
         routes=[per_route(rows, t, k) for t in found],
@@ -275,8 +276,8 @@ def write(
 
     rows: result rows of every method, k, temperature and route. cost: `target_pass_s` {tokens: seconds}, `draft_step_s`
     {method: seconds per drafted token} and optional `draft_fixed_s` {method: seconds per round}. training: log rows per
-    head. meta: what was measured (FACTS), `checks` [{name, ok, detail}] and anything else worth showing, by name.
-    trees: head -> {"rank_accuracies", "best"} (eval/measured.py).
+    head. meta: what was measured (FACTS), `checks` [{name, ok, detail}], `caveats` (sentences to read first) and
+    anything else worth showing, by name. trees: head -> {"rank_accuracies", "best"} (eval/measured.py).
     """
     page = render(rows, cost, training, meta, trees)
     path = folder / "report.html"

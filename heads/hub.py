@@ -1,7 +1,8 @@
 """A trained head on disk or on the Hub: our own folder, and every folder that heads/formats.py reads.
 
 Ours is `head.safetensors` + `head.json` (written last), never pickle. `head.json` holds the kind, the settings, the
-target's facts and the provenance; a reader refuses another target.
+target's facts and the provenance; a reader refuses another target. Where the target was tuned with the head, its
+adapter lies beside it (heads/tuned.py).
 
     load("outputs/train/eagle3")                       our own run or head folder
     load("user/repo@main", target=target)              a Hub repository in any of the formats
@@ -20,8 +21,10 @@ from torch import Tensor
 
 from heads import HEADS, formats
 from heads.download import locate, repository_of
+from heads.lora import Lora
 from heads.parts import Parts
 from heads.spec import TargetSpec
+from heads.tuned import ADAPTER, tuned_spec
 
 
 def build_head(settings: dict[str, Any], spec: TargetSpec, vocab: tuple[torch.Tensor, torch.Tensor] | None) -> Any:
@@ -50,17 +53,21 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     temporary.replace(path)
 
 
-def save_head(folder: Path, head: Any, spec: TargetSpec, provenance: dict[str, Any]) -> None:
-    """Write a head folder; head.json, written last, makes it whole."""
+def save_head(folder: Path, head: Any, spec: TargetSpec, provenance: dict[str, Any], lora: Lora | None = None) -> None:
+    """Write a head folder; head.json, written last, makes it whole.
+
+    With `lora`, the adapters of a base target `spec`, the head is one of the tuned target.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "head.json").unlink(missing_ok=True)
     save_tensors(folder / "head.safetensors", head.state_dict())
-    facts = {
-        "kind": head.config.kind,
-        "config": dataclasses.asdict(head.config),
-        "target": dataclasses.asdict(spec),
-        "provenance": provenance,
-    }
+    facts: dict[str, Any] = {"kind": head.config.kind, "config": dataclasses.asdict(head.config)}
+    if lora is not None:
+        save_tensors(folder / ADAPTER, lora.tensors())
+        base, digest = dataclasses.asdict(spec), lora.digest()
+        facts["adapter"] = {"r": lora.r, "alpha": lora.alpha, "digest": digest, "base": base}
+        spec = tuned_spec(spec, digest)
+    facts |= {"target": dataclasses.asdict(spec), "provenance": provenance}
     write_json(folder / "head.json", facts)
 
 
@@ -193,6 +200,15 @@ def origin(source: Path | str) -> dict[str, Any]:
         return read_facts(folder)["provenance"]
     made = formats.own_facts(folder)
     return made["provenance"] if made is not None else _imported(folder)
+
+
+def adapted(source: Path | str) -> dict[str, Any] | None:
+    """`read_facts` of a head whose target was tuned with it, None for any other head."""
+    folder = locate(source)
+    if is_imported(folder) and formats.own_facts(folder) is None:
+        return None
+    facts = read_facts(folder)
+    return facts if "adapter" in facts else None
 
 
 def _imported(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Medusa-1 (Cai et al., arXiv 2401.10774, section 2.1): K residual heads on the target's last feature.
+"""Medusa (Cai et al., arXiv 2401.10774, section 2.1): K residual heads on the target's last feature.
 
     head k (k = 1..K):   logits_k(t) = W2_k (h_t + SiLU(W1_k h_t + b_k))   predicts x_{t+1+k}
 

@@ -69,8 +69,8 @@ class Target:
         for i, module in enumerate([*self.layers, self.norm]):
             module.register_forward_pre_hook(self._tap(i), with_kwargs=True)
         self._packed_head: PackedLinear | None = None
-        if packed and next(model.parameters()).dtype == torch.float32 and self.device.type == "cpu":
-            self._pack()
+        if packed:
+            self.pack()
 
     @classmethod
     def load(cls, settings: TargetSettings, weights: bool = True, chat: bool = True) -> "Target":
@@ -121,15 +121,18 @@ class Target:
         cache: Any = None,
         positions: Tensor | None = None,
         mask: Tensor | dict[str, Tensor] | None = None,
+        grad: bool = False,
     ) -> TargetOutput:
         """One pass over ids [B, T]; 4-D masks [B, 1, T, KV] (heads/masks.py) go straight to attention, None: causal.
 
-        Right padding needs no mask: under a causal mask no real position can see it.
+        Right padding needs no mask: under a causal mask no real position can see it. `grad` lets gradients through to
+        adapters (heads/lora.py); the target's own weights never take any.
         """
         bad = [i for i in taps if not 0 <= i <= self.spec.num_layers]
         if bad:
             raise ValueError(f"taps {bad} lie outside 0..{self.spec.num_layers} of target {self.spec.name!r}")
-        with torch.no_grad(), self._capturing(bool(taps)) as captured:
+        grad = grad and torch.is_grad_enabled()
+        with torch.set_grad_enabled(grad), self._capturing(bool(taps)) as captured:
             last = self.decoder(
                 input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache, use_cache=cache is not None
             ).last_hidden_state
@@ -199,7 +202,10 @@ class Target:
         finally:
             self._captured = None
 
-    def _pack(self) -> None:
+    def pack(self) -> None:
+        """Take the CPU's fast path through the linears (float32 on CPU only, else nothing changes); for good."""
+        if self.spec.dtype != "float32" or self.device.type != "cpu":
+            return
         for module in list(self.decoder.modules()):
             for name, child in list(module.named_children()):
                 if type(child) is nn.Linear:

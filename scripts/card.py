@@ -14,6 +14,7 @@ NAMES = {
 }  # fmt: skip
 # What engines call a head: vLLM's method, SGLang's algorithm.
 METHODS = {"eagle3": ("eagle3", "EAGLE3"), "eagle1": ("eagle", "EAGLE"), "medusa": ("medusa", "")}
+TUNED = "target"  # folder of a Medusa-2 head's own target, inside the exported one
 # The embedded target is this model, stored in four bits a weight.
 EMBEDDED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 COLUMNS = (
@@ -53,12 +54,19 @@ def read_measured(folder: str | None, provenance: dict[str, Any]) -> dict[str, A
             f"measured={folder}: this head is not among those evaluated there ({known}); evaluate it first"
         )
     kept = [row for row in rows if row["method"] == own[0] or (row["method"] not in heads and row["route"] == "all")]
-    return {"folder": Path(folder).name, "method": own[0], "rows": kept, "settings": manifest.get("settings", {})}
+    made = {"folder": Path(folder).name, "method": own[0], "rows": kept, "settings": manifest.get("settings", {})}
+    return {**made, "drift": manifest.get("drift")} if "drift" in manifest else made
 
 
 def base_model(name: str) -> str:
     """What to serve with: the target's Hub id or name."""
     return EMBEDDED_ID if name == EMBEDDED else name
+
+
+def base_of(facts: dict[str, Any]) -> dict[str, Any]:
+    """Facts of the target the head was made for; of a tuned one those of its base."""
+    adapter = facts.get("adapter")
+    return adapter["base"] if adapter else facts["target"]
 
 
 def draft_tokens(facts: dict[str, Any]) -> int:
@@ -70,10 +78,12 @@ def draft_tokens(facts: dict[str, Any]) -> int:
 def card(made: Made, written: Layout, measured: dict[str, Any] | None, settings: CardSettings, folder: Path) -> str:
     """README.md of the exported folder, as text. `folder` is the head's own, beside which its training log lies."""
     facts, kind, base = made.facts, made.facts["kind"], made.base
+    tuned = "adapter" in facts
     parts = [
         front_matter(kind, base, settings.license, made.format),
-        f"# {NAMES[kind]} draft head for {base}\n\nDrafts tokens for speculative decoding. The target checks every "
-        "draft, so its output stays its own: only the speed changes.",
+        f"# {'Medusa-2' if tuned else NAMES[kind]} draft head for {base}\n\nDrafts tokens for speculative decoding. "
+        "The target checks every draft, so its output stays its own: only the speed changes.",
+        *([tuned_target(made, measured)] if tuned else []),
         "## Serve\n\n" + serve(made, written),
         "## Head\n\n" + bullets(head_facts(made, written)),
         "## Data and budget\n\n" + bullets(data_facts(facts, Path(settings.outputs)) + budget_facts(facts, folder)),
@@ -82,6 +92,22 @@ def card(made: Made, written: Layout, measured: dict[str, Any] | None, settings:
         "## Licence\n\n" + bullets(licences(made, settings)),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def tuned_target(made: Made, measured: dict[str, Any] | None) -> str:
+    """What a Medusa-2 card says first: whose output is kept."""
+    place = "the adapter in this folder makes of it" if made.format == "native" else f"in `{TUNED}/`"
+    text = (
+        f"That target is not {made.base} itself but the one {place}, which was tuned together with the heads: lossless "
+        f"means relative to it, and beside {made.base} itself the heads are of no use."
+    )
+    drift = (measured or {}).get("drift")
+    if not drift:
+        return f"{text} Its drift from {made.base} was not measured."
+    return (
+        f"{text} Its drift from {made.base} on {drift['tokens']:,} tokens of held-out answers: mean KL(base || tuned) "
+        f"{drift['kl_base_tuned']:.4f} nats a token, the same greedy token at {drift['greedy_agreement']:.1%} of them."
+    )
 
 
 def front_matter(kind: str, base: str, license: str, format: str) -> str:
@@ -113,7 +139,8 @@ def serve(made: Made, written: Layout) -> str:
         return "vLLM reads the target and k from the folder:\n\n```\nvllm serve PATH_OR_ID_OF_THIS_FOLDER\n```"
     method, algorithm = METHODS[kind]
     config = json.dumps({"method": method, "model": "PATH_OR_ID_OF_THIS_FOLDER", "num_speculative_tokens": k})
-    vllm = f"```\nvllm serve {base} --speculative-config '{config}'\n```"
+    served = f"PATH_OF_THIS_FOLDER/{TUNED}" if "adapter" in made.facts else base
+    vllm = f"```\nvllm serve {served} --speculative-config '{config}'\n```"
     if kind == "medusa":
         return f"{vllm}\n\nvLLM up to 0.32.0 only: 0.33.0 removed Medusa, and SGLang never had it."
     if reason := vllm_only(made, written):
@@ -262,7 +289,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def limits(made: Made, written: Layout) -> list[str]:
-    facts, target, found = made.facts, made.facts["target"], []
+    facts, target, found = made.facts, base_of(made.facts), []
     found.append("It drafts for this target only, with this tokenizer and chat template.")
     if target["name"] == EMBEDDED:
         found.append(
@@ -284,7 +311,7 @@ def limits(made: Made, written: Layout) -> list[str]:
 
 
 def licences(made: Made, settings: CardSettings) -> list[str]:
-    known = "apache-2.0" if made.facts["target"]["name"] == EMBEDDED else "not stated here; see its own page"
+    known = "apache-2.0" if base_of(made.facts)["name"] == EMBEDDED else "not stated here; see its own page"
     return [
         f"Head: {settings.license}",
         f"Target ({made.base}): {settings.target_license or known}. The head was distilled from it and may hold rows "

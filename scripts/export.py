@@ -5,8 +5,9 @@
 
 Formats: vllm (EAGLE-3 for vLLM and SGLang in one folder; Medusa for vLLM up to 0.32), sglang (the same, refused where
 SGLang would misread it), speculators, native. Everything is written to a temporary folder, read back, compared with the
-trained head, and renamed; manifest.json is written last, and a folder whose manifest fits is left as it is. The last
-line of standard output is one JSON object.
+trained head, and renamed; manifest.json is written last, and a folder whose manifest fits is left as it is. A Medusa-2
+head brings its tuned target: merged, as `target/`, or as its adapter (native). The last line of standard output is one
+JSON object.
 """
 
 import dataclasses
@@ -30,9 +31,10 @@ from heads.formats import own_facts
 from heads.hub import is_imported, load, read_facts, write_json
 from heads.spec import TargetSpec
 from heads.target import Target, TargetSettings
+from heads.tuned import ADAPTER
 from scripts import upload
-from scripts.card import card, read_measured
-from scripts.gather import gather, is_local, its_target, plain
+from scripts.card import TUNED, card, read_measured
+from scripts.gather import brings_target, gather, is_local, its_target, plain
 from scripts.layouts import DTYPES, FORMATS, WEIGHTS, ExportError, Layout
 from scripts.place import check_place, finished, sha256, swap, sweep
 from scripts.verify import verify
@@ -102,7 +104,15 @@ def main(settings: ExportRun) -> None:
 
 
 def check_base(settings: ExportRun, facts: dict[str, Any]) -> None:
-    """A model card on the Hub names its base model by a Hub id; a target that was a folder here has none."""
+    """A model card on the Hub names its base model by a Hub id; a target that was a folder here has none.
+
+    A merged target is a model of its own, which a repository of a head must not become unasked.
+    """
+    if settings.push and brings_target(settings.format, facts):
+        raise ExportError(
+            f"push={settings.push}: a Medusa-2 head in format={settings.format} comes with its whole tuned target, "
+            "which is not pushed from here: push it with format=native (its adapter), or upload the folder yourself"
+        )
     if settings.push and not settings.base_model and is_local(facts["provenance"].get("target")):
         raise ExportError(
             f"push={settings.push}: the target was a folder here, {facts['target']['name']}; say its Hub id, "
@@ -158,11 +168,13 @@ def write(
         gap = verify(temporary, head, made, target, settings.untrained)
         text = card(made, written, measured, settings, Path(facts["folder"]))
         (temporary / "README.md").write_text(text, encoding="utf-8")
-        files = {path.name: sha256(path) for path in sorted(temporary.iterdir())}
+        if "adapter" in facts:
+            write_tuned(temporary, settings, facts, target)
+        files = {path.relative_to(temporary).as_posix(): sha256(path) for path in files_of(temporary)}
         manifest = {"kind": "export", "head": facts["kind"], "fingerprint": wanted, "round_trip_difference": gap}
         manifest |= {"format": settings.format, "dtype": settings.dtype, "head_facts": made.facts, "files": files}
         write_json(temporary / "manifest.json", manifest)
-        sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
+        sizes = {path.relative_to(temporary).as_posix(): path.stat().st_size for path in files_of(temporary)}
         if not settings.dry_run:
             swap(temporary, out)
     except OSError as error:
@@ -175,6 +187,20 @@ def write(
         file=sys.stderr,
     )
     return sizes
+
+
+def write_tuned(folder: Path, settings: ExportRun, facts: dict[str, Any], target: Target | None) -> None:
+    """The target that a Medusa-2 head drafts for. `target` leaves in the precision of the folder."""
+    if not brings_target(settings.format, facts):
+        shutil.copyfile(Path(facts["folder"]) / ADAPTER, folder / ADAPTER)
+        return
+    assert target is not None, "loaded for this"
+    target.model.to(DTYPES[settings.dtype]).save_pretrained(folder / TUNED)
+    target.tokenizer.save_pretrained(folder / TUNED)
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def write_layout(folder: Path, written: Layout, format: str) -> None:

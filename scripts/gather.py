@@ -7,7 +7,8 @@ from typing import Any, Protocol
 from heads.hub import LMHead
 from heads.spec import TargetSpec
 from heads.target import Target, TargetSettings
-from scripts.card import base_model, draft_tokens
+from heads.tuned import load_adapted, merge
+from scripts.card import base_model, base_of, draft_tokens
 from scripts.layouts import ExportError, Made
 
 
@@ -28,7 +29,7 @@ def gather(settings: ExportFor, facts: dict[str, Any], target: Target | None) ->
         spec=TargetSpec.from_dict(facts["target"]),
         format=settings.format,
         dtype=settings.dtype,
-        base=settings.base_model or base_model(facts["target"]["name"]),
+        base=settings.base_model or base_model(base_of(facts)["name"]),
         draft_tokens=draft_tokens(facts),
     )
     if target is not None:
@@ -48,22 +49,28 @@ def borrows(facts: dict[str, Any]) -> bool:
 
 
 def its_target(settings: ExportFor, facts: dict[str, Any]) -> Target | None:
-    """The very target the head was trained on, None where it is neither needed nor wanted.
+    """The very target the head was trained on, its adapter merged; None where it is neither needed nor wanted.
 
     Raises ExportError when it is another one by now, or needed and not known.
     """
-    needed = borrows(facts) or settings.format == "speculators"
+    needed = borrows(facts) or settings.format == "speculators" or brings_target(settings.format, facts)
     made = {"id": settings.target_id} if settings.target_id else facts["provenance"].get("target")
     if not needed and (not settings.with_target or not isinstance(made, dict)):
         return None
     if not isinstance(made, dict):
         raise ExportError(f"{facts['folder']}: head.json does not say how its target is loaded: give it, target_id=...")
-    target = Target.load(plain(TargetSettings(**made)))
+    wanted = plain(TargetSettings(**made))
+    target = merge(*load_adapted(wanted, facts), packed=False) if "adapter" in facts else Target.load(wanted)
     if differing := TargetSpec.from_dict(facts["target"]).same_target(target.spec):
         raise ExportError(
             f"target {made.get('id')!r} is no longer what the head was trained on: {', '.join(differing)} differ"
         )
     return target
+
+
+def brings_target(format: str, facts: dict[str, Any]) -> bool:
+    """Whether the folder holds the target as well: engines know no adapter, our own reader takes it from its file."""
+    return "adapter" in facts and format != "native"
 
 
 def plain(settings: TargetSettings) -> TargetSettings:

@@ -12,10 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_target
 from tiny_heads import tiny_head
+from torch import Tensor
 from toys import conversations, largest_gap, loop_of, medusa, spread, weights
 
 from eval.live import measure_acceptance
 from heads import HEADS
+from train.joint import JointSettings
 from train.loop import Stopped
 from train.track import read_log
 
@@ -27,6 +29,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "accumulated": ("eagle3", {"batch_size": 5, "micro_batch_size": 1}),
     "one row a step": ("eagle3", {"batch_size": 1, "micro_batch_size": 1}),
     "own lm heads, one row a step": ("medusa", {"batch_size": 1, "micro_batch_size": 1}),
+    "with its target": ("medusa", {"batch_size": 3, "micro_batch_size": 2, "joint": JointSettings("joint", lora_r=4)}),
     "with live runs": ("eagle3", {"batch_size": 4, "live_prompts": 2, "eval_every": 1}),
     **{f"kind {kind}": (f"tiny {kind}", {"batch_size": 3, "micro_batch_size": 2, **CHUNKS}) for kind in HEADS},
 }
@@ -48,6 +51,12 @@ def loop_named(name: str, folder: Path, **changed: Any) -> Any:
     return loop_of(folder, target, head, rows, measure_acceptance, **chosen)
 
 
+def trained(loop: Any) -> dict[str, Tensor]:
+    """Everything that learns: the head and, where there are any, its target's adapters."""
+    adapters = {} if loop.lora is None else {f"lora.{name}": value for name, value in weights(loop.lora).items()}
+    return {**weights(loop.head), **adapters}
+
+
 def worker(folder: str) -> None:
     """What each rank runs; rank 0 leaves the weights of every run."""
     rank = int(os.environ["RANK"])
@@ -55,7 +64,7 @@ def worker(folder: str) -> None:
         loop = loop_named(name, Path(folder) / name)
         loop.run()
         if rank == 0:
-            save_file(weights(loop.head), Path(folder) / f"{name}.safetensors")
+            save_file(trained(loop), Path(folder) / f"{name}.safetensors")
     stopped = loop_named("even", Path(folder) / "stopped", steps=4)
     inner = stopped._step
 
@@ -114,10 +123,10 @@ def launched(tmp_path_factory: pytest.TempPathFactory, root: Path, python: str) 
 @pytest.mark.parametrize("name", list(RUNS))
 def test_two_ranks_train_what_one_process_trains(launched: Path, tmp_path: Path, name: str) -> None:
     loop = loop_named(name, tmp_path)
-    start = weights(loop.head)
+    start = trained(loop)
     loop.run()
-    assert largest_gap(load_file(launched / f"{name}.safetensors"), weights(loop.head)) < 1e-6
-    assert largest_gap(start, weights(loop.head)) > 1e-4
+    assert largest_gap(load_file(launched / f"{name}.safetensors"), trained(loop)) < 1e-6
+    assert largest_gap(start, trained(loop)) > 1e-4
     for one, two in zip(read_log(tmp_path / "log.jsonl"), read_log(launched / name / "log.jsonl"), strict=True):
         assert one.keys() == two.keys()
         assert one.get("rounds") == two.get("rounds")

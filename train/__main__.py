@@ -6,6 +6,7 @@
 
 Leaves outputs/train/<name>/: best/ (the head with the best acceptance length on held-out prompts), checkpoints/,
 log.jsonl and, last, manifest.json. The same command again resumes an interrupted run and skips a finished one.
+With train.joint.mode the target learns with its Medusa heads (Medusa-2) and best/ holds its adapter as well.
 Settings, losses, selection and memory: docs/training.md.
 """
 
@@ -68,7 +69,9 @@ def main(settings: TrainRun) -> int:
         return status
     accelerator = Accelerator(mixed_precision=settings.launcher.mixed_precision, cpu=settings.launcher.cpu)
     torch.manual_seed(settings.train.seed)
-    target = Target.load(settings.target)
+    # packed weights take no adapter
+    packed = settings.target.packed and settings.train.joint.mode is None
+    target = Target.load(dataclasses.replace(settings.target, packed=packed))
     head, data = prepare(settings, target, manifest, folder)
     loop = Loop(settings.train, head, target, data, folder, accelerator, wanted, measure_acceptance)
     if accelerator.is_main_process:
@@ -80,8 +83,10 @@ def main(settings: TrainRun) -> int:
         print(f"train: {stop}", file=sys.stderr)
         return 0
     if accelerator.is_main_process:
-        best, state_facts = read_facts(folder)["provenance"], dataclasses.asdict(state)
+        saved, state_facts = read_facts(folder), dataclasses.asdict(state)
+        best = saved["provenance"]
         facts = {"kind": "train", **wanted, "selected_by": best["selected_by"], "state": state_facts, "best": best}
+        facts |= {name: saved[name] for name in ("adapter",) if name in saved}
         write_json(folder / "manifest.json", {**facts, "stopped_early": loop.exhausted})
         report(folder, settings.train, loop.exhausted, state.step, best)
     return 0
@@ -155,6 +160,8 @@ def run_facts(settings: TrainRun, manifest: dict[str, Any]) -> dict[str, Any]:
     for irrelevant in ("wandb", "micro_batch_size", "max_tokens", "packing", "pack_length", "save_every"):
         del train[irrelevant]
     del train["loss"]["chunk"]
+    if settings.train.joint.mode is None:  # the rest of them does nothing
+        del train["joint"]
     facts = {
         "target": dataclasses.asdict(settings.target),
         "head": dataclasses.asdict(settings.head),

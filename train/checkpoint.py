@@ -9,10 +9,17 @@ import torch
 from safetensors.torch import load_file
 
 from heads.hub import save_tensors, write_json
+from heads.lora import Lora
+from heads.tuned import ADAPTER
 
 
 def save(
-    folder: Path, step: int, head: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    folder: Path,
+    step: int,
+    head: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    lora: Lora | None = None,
 ) -> None:
     """Write `folder/step-<n>` (state.json last), then drop older checkpoints: one is whole at any moment."""
     final = folder / f"step-{step:07d}"
@@ -20,6 +27,8 @@ def save(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     save_tensors(temporary / "head.safetensors", head.state_dict())
+    if lora is not None:
+        save_tensors(temporary / ADAPTER, lora.tensors())
     tensors = {f"{i}.{key}": value for i, slots in _slots(optimizer) for key, value in slots.items()}
     save_tensors(temporary / "optimizer.safetensors", {**tensors, "rng": torch.get_rng_state()})
     write_json(temporary / "state.json", {**state, "step": step})
@@ -42,9 +51,13 @@ def read_state(path: Path) -> dict[str, Any]:
     return json.loads((path / "state.json").read_text(encoding="utf-8"))
 
 
-def restore(path: Path, head: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Load a checkpoint into `head` and `optimizer`, set the RNG, return its state."""
+def restore(
+    path: Path, head: torch.nn.Module, optimizer: torch.optim.Optimizer, lora: Lora | None = None
+) -> dict[str, Any]:
+    """Load a checkpoint into `head`, its target's adapters and `optimizer`, set the RNG, return its state."""
     head.load_state_dict(load_file(path / "head.safetensors"), strict=True)
+    if lora is not None:
+        lora.load(load_file(path / ADAPTER))
     tensors = load_file(path / "optimizer.safetensors")
     torch.set_rng_state(tensors.pop("rng"))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from train.batches import FeatureStore, collate
 from train.evaluate import Tally, evaluate
-from train.objective import Objective, slot_counts
+from train.objective import Objective
 
 
+@torch.no_grad()
 def heldout_figures(
     objective: Objective,
     rows: list[dict[str, Any]],
@@ -22,17 +23,16 @@ def heldout_figures(
     accelerator: Accelerator,
 ) -> dict[str, Any]:
     """Names of `Tally.figures` for chains of k, and the `loss` training minimises; the same on every rank."""
-    head, steps = objective.head, objective.head.train_steps
+    head = objective.head
     mine = list(range(accelerator.process_index, len(rows), accelerator.num_processes))
-    tally, sums = Tally.empty(k), torch.zeros(2, steps, dtype=torch.float64)
+    tally, sums = Tally.empty(k), torch.zeros(2, len(objective.weights()), dtype=torch.float64)
     head.eval()
     for start in range(0, len(mine), micro_batch):
         part = mine[start : start + micro_batch]
         batch = objective.features(collate([rows[n] for n in part], part, store).to(accelerator.device))
         tally.add(evaluate(objective, batch, k, max_tokens))
-        counts = slot_counts(batch.asst, batch.documents, steps)
-        with torch.no_grad():
-            _, metrics = objective(batch, counts)
+        counts = objective.counts(batch)
+        _, metrics = objective(batch, counts)
         sums += torch.stack([metrics["loss"].double().cpu(), counts.double().cpu()])
     head.train()
     for field in dataclasses.fields(tally):

@@ -15,8 +15,9 @@ from heads.hub import save_head
 from heads.target import Target
 from train import checkpoint
 from train.batches import Batch, FeatureStore, Order, collate
-from train.objective import Objective, slot_counts
-from train.optim import build_optimizer, learning_rate
+from train.joint import Joint
+from train.objective import Objective
+from train.optim import build_optimizer, learning_rate, set_rate
 from train.select import Measure, Selection
 from train.settings import TrainSettings
 from train.track import Track
@@ -68,8 +69,12 @@ class Loop:
         self.head = head.to(accelerator.device)
         target.to(accelerator.device)
         head.attach(target)
-        self.objective = Objective(head, target, settings.loss).to(accelerator.device)
-        self.optimizer = build_optimizer(head.parameters(), settings.optim)
+        joint = settings.joint
+        objective = Joint(head, target, settings.loss, joint) if joint.mode else Objective(head, target, settings.loss)
+        self.objective, self.lora = objective.to(accelerator.device), objective.lora
+        adapters = self.lora.parameters() if self.lora is not None else ()
+        times = joint.head_lr_times if joint.mode else 1.0
+        self.optimizer = build_optimizer(head.parameters(), settings.optim, adapters, times)
         self.state = State()
         self.lengths = [len(row["ids"]) for row in data.train]
         self.order = Order(self.lengths, settings.batch_size, settings.seed)
@@ -87,7 +92,7 @@ class Loop:
         checkpoints = self.folder / "checkpoints"
         found = checkpoint.latest(checkpoints)
         if found is not None:
-            self.state = State(**checkpoint.restore(found, self.head, self.optimizer))
+            self.state = State(**checkpoint.restore(found, self.head, self.optimizer, self.lora))
         model, optimizer = self.accelerator.prepare(self.objective, self.optimizer)
         main = self.accelerator.is_main_process
         mode = self.settings.wandb if main else "disabled"
@@ -139,15 +144,14 @@ class Loop:
         rank, world = accelerator.process_index, accelerator.num_processes
         numbers = self.order.at(state.step)
         batches = [self._batch(part, numbers) for part in self.layout.passes(numbers, self.lengths, rank, world)]
-        steps = self.head.train_steps
-        local = torch.stack([slot_counts(b.asst, b.documents, steps, b.drawn) for b in batches]).sum(0)
+        self.objective.progress = (state.step + 1) / settings.steps
+        local = torch.stack([self.objective.counts(b) for b in batches]).sum(0)
         tokens = torch.tensor([sum(b.ids.numel() for b in batches)], device=local.device)
         totals = accelerator.reduce(torch.cat([local, tokens]).to(accelerator.device), reduction="sum")
-        counts, padded = totals[:steps], int(totals[steps])
+        counts, padded = totals[:-1], int(totals[-1])
         lr = learning_rate(state.step, settings.steps, settings.optim)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        sums = torch.zeros(len(self.objective.figures), steps, device=accelerator.device)
+        set_rate(self.optimizer, lr)
+        sums = torch.zeros(len(self.objective.figures), len(counts), device=accelerator.device)
         for i, batch in enumerate(batches):
             waits = contextlib.nullcontext() if i == len(batches) - 1 else accelerator.no_sync(model)
             with waits:
@@ -155,9 +159,9 @@ class Loop:
                 # DDP averages gradients over ranks; the loss is already over the slots of all of them.
                 accelerator.backward(loss * world)
             sums += torch.stack([metrics[name] for name in self.objective.figures])
-        norm = accelerator.clip_grad_norm_(self.head.parameters(), settings.optim.clip)
+        norm = accelerator.clip_grad_norm_(self.objective.parameters(), settings.optim.clip)
         sums = accelerator.reduce(sums, reduction="sum").cpu()
-        if int(counts[0]):
+        if int(counts.max()):
             self._apply(optimizer, bool(torch.isfinite(sums).all()) and bool(torch.isfinite(torch.as_tensor(norm))))
         else:  # nothing to learn from: momentum and weight decay must not move the head either
             optimizer.zero_grad()
@@ -220,11 +224,12 @@ class Loop:
             state.best = found
             if track is not None:
                 note = {**self.provenance, "step": state.step, "tokens": state.tokens, "selected_by": self.selection.by}
-                save_head(self.folder / "best", self.head, self.target.spec, {**note, **figures})
+                save_head(self.folder / "best", self.head, self.target.spec, {**note, **figures}, self.lora)
 
     def _save(self, checkpoints: Path) -> None:
         if self.accelerator.is_main_process:
-            checkpoint.save(checkpoints, self.state.step, self.head, self.optimizer, dataclasses.asdict(self.state))
+            state = dataclasses.asdict(self.state)
+            checkpoint.save(checkpoints, self.state.step, self.head, self.optimizer, state, self.lora)
         self.accelerator.wait_for_everyone()
 
     def _should_stop(self) -> bool:

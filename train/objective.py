@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from data.teacher import TopM
 from data.teacher import teacher_logits as top_m_logits
 from heads.layers import HeadInput
+from heads.lora import Lora
 from heads.masks import LayerMasks, document_masks
 from heads.target import Target, TargetOutput
 from train.batches import Batch
@@ -42,6 +43,8 @@ class Objective(nn.Module):
         self.settings = settings
         self.mixture, self.regression = settings.mixture(), settings.regression()
         self.step_weights = settings.weights(head.train_steps)
+        self.lora: Lora | None = None  # adapters that learn with the head (train/joint.py)
+        self.progress = 0.0  # share of the run that is done when the step under way ends
         self.terms = [*self.mixture, *self.regression] if len(self.mixture) + len(self.regression) > 1 else []
         self.figures = ["loss", "correct", *self.terms]  # names of the metrics
         if self.regression and not head.regresses:
@@ -57,6 +60,14 @@ class Objective(nn.Module):
     @property
     def target(self) -> Target:
         return self._target[0]
+
+    def counts(self, batch: Batch) -> Tensor:
+        """Trained slots of a batch by column of the metrics: [J], one column for each step of the head."""
+        return slot_counts(batch.asst, batch.documents, self.head.train_steps, batch.drawn)
+
+    def weights(self) -> list[float]:
+        """Weight of each column in the loss."""
+        return self.step_weights
 
     def features(self, batch: Batch) -> Batch:
         """The batch with the target's features, from a live pass where none were captured.
@@ -86,13 +97,14 @@ class Objective(nn.Module):
 
     def _live(self, batch: Batch) -> TargetOutput:
         """A pass of the target; documents packed into one line see themselves alone, at positions of their own."""
+        grad = self.lora is not None
         with self._own_precision():
             if not batch.packed:
-                return self.target.forward(batch.ids, taps=self.head.taps)
+                return self.target.forward(batch.ids, taps=self.head.taps, grad=grad)
             if self._masks is None:
                 self._masks = LayerMasks(self.target, "train.packing cannot keep packed conversations apart in them")
             mask = document_masks(self._masks, batch.documents)
-            return self.target.forward(batch.ids, taps=self.head.taps, positions=batch.positions, mask=mask)
+            return self.target.forward(batch.ids, taps=self.head.taps, positions=batch.positions, mask=mask, grad=grad)
 
     def _own_precision(self) -> torch.autocast:
         """Mixed precision is the head's: the target answers as it does when it serves, in `target.dtype`."""
@@ -152,8 +164,8 @@ class Objective(nn.Module):
         return loss, sums
 
     def weighted(self, per_step: Tensor) -> float:
-        """The loss of a mean per step [J]."""
-        return sum(w * x for w, x in zip(self.step_weights, per_step.tolist(), strict=True))
+        """The loss of a mean per column."""
+        return sum(w * x for w, x in zip(self.weights(), per_step.tolist(), strict=True))
 
     def _add(
         self, losses: dict[str, tuple[Loss, float]], draft: Tensor, wanted: Tensor, sums: dict[str, Tensor], step: int

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,15 +19,33 @@ class OptimSettings:
     clip: float = 1.0  # largest gradient norm
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimSettings) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters (fp32 masters), fused where torch has it."""
-    trainable = [p for p in parameters if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.dim() > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trainable if p.dim() <= 1], "weight_decay": 0.0},
-    ]
+def build_optimizer(
+    parameters: Iterable[nn.Parameter],
+    settings: OptimSettings,
+    adapters: Iterable[nn.Parameter] = (),
+    times: float = 1.0,
+) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters (fp32 masters), fused where torch has it.
+
+    The rate of a group is that of the schedule * its "times": `times` for the head's `parameters`, 1 for `adapters`.
+    """
+    groups = [*_groups(parameters, settings, times), *_groups(adapters, settings, 1.0)]
     beta1, beta2 = settings.betas
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.lr, betas=(beta1, beta2), fused=True)
+
+
+def _groups(parameters: Iterable[nn.Parameter], settings: OptimSettings, times: float) -> list[dict[str, Any]]:
+    trainable = [p for p in parameters if p.requires_grad]
+    return [
+        {"params": [p for p in trainable if p.dim() > 1], "weight_decay": settings.weight_decay, "times": times},
+        {"params": [p for p in trainable if p.dim() <= 1], "weight_decay": 0.0, "times": times},
+    ]
+
+
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give every group its rate where the schedule stands at `lr`."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["times"]
 
 
 def learning_rate(step: int, steps: int, settings: OptimSettings) -> float:

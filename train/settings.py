@@ -3,6 +3,7 @@
 import dataclasses
 
 from data.store import TEACHERS
+from train.joint import JointSettings
 from train.layout import Layout
 from train.mixture import LossSettings
 from train.optim import OptimSettings
@@ -35,6 +36,7 @@ class TrainSettings:
     captured_teacher: str = "last"  # last | top_m, and how many, as in that capture
     captured_top_m: int = 32
     wandb: str = "auto"  # auto: online when logged in, else offline | online | offline | disabled
+    joint: JointSettings = dataclasses.field(default_factory=JointSettings)
     loss: LossSettings = dataclasses.field(default_factory=LossSettings)
     optim: OptimSettings = dataclasses.field(default_factory=OptimSettings)
 
@@ -54,6 +56,11 @@ class TrainSettings:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
         if self.features not in ("online", "captured"):
             raise ValueError(f"train.features={self.features!r} must be 'online' or 'captured'")
+        if self.joint.mode and self.features == "captured":
+            raise ValueError(
+                f"train.joint.mode={self.joint.mode} changes the target at every step, captured features stay those of "
+                "the frozen one: set train.features=online"
+            )
         if self.captured_teacher not in TEACHERS:
             raise ValueError(f"train.captured_teacher={self.captured_teacher!r} must be 'last' or 'top_m'")
         if self.max_tokens is not None and self.max_tokens < (self.pack_length if self.packing else 1):
