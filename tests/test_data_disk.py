@@ -128,7 +128,7 @@ def test_a_real_full_and_read_only_disk(root: Path, python: str, tmp_path: Path)
         if subprocess.run([*unshare, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode == 0:
             environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'tests'}"}
             command = [*unshare, python, str(root / "tests" / "full_disk.py"), str(tmp_path)]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540)
             assert done.returncode == 0, done.stderr
             check_disk(**json.loads(done.stdout.splitlines()[-1]))
             return

@@ -17,7 +17,7 @@ def test_killed_runs_resume_to_the_same_files(root: Path, python: str, tmp_path:
     environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'tests'}"}
     environment |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1")
     command = [python, str(root / "tests" / "killed_run.py"), json.dumps(options)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr
     results: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     for work in WORKS:
