@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def quickstart(outputs: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OUTPUTS": str(outputs), "WANDB_MODE": "offline"}
-    environment.pop("OMP_NUM_THREADS", None)  # the tests' single thread is for tiny targets
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # beside another worker, more threads than cores wait for each other
+        environment.pop("OMP_NUM_THREADS", None)  # the tests' single thread is for tiny targets
     command = ["bash", str(ROOT / "scripts" / "quickstart.sh"), *flags]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
 
