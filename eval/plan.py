@@ -241,22 +241,23 @@ def _sweeps(settings: EvalSettings, count: int) -> list[list[Unit]]:
 
 
 def _concurrent(settings: EvalSettings, count: int) -> list[list[Unit]]:
-    """All methods at each concurrency, lowest temperature, on one set of prompts; drafts off above a load come last."""
+    """All methods at each concurrency on one set of prompts; drafts off above a load come last, lowest temperature."""
     count = min(settings.concurrency_prompts or count, count)
     methods = [m for m in settings.methods if not m.startswith("random") and m not in reference.METHODS]
-    temperature, many = min(settings.temperatures), [c for c in sorted(set(settings.concurrency)) if c > 1]
+    many = [c for c in sorted(set(settings.concurrency)) if c > 1]
     shown = main_tree(settings), main_adaptive(settings)
     groups: list[list[Unit]] = []
 
     def at(c: int, found: Sequence[Unit]) -> list[Unit]:
         return [dataclasses.replace(unit, concurrency=c, count=count) for unit in found]
 
-    for c in many:
-        own = units(settings, "timed", 0, temperature, settings.k, methods, ["greedy"], *shown)
-        groups.append(at(c, [Unit("timed", 0, "plain", 0, temperature, "greedy"), *own]))
+    for temperature in sorted(settings.temperatures):
+        proposals = settings.proposals if temperature else ["greedy"]
+        own = units(settings, "timed", 0, temperature, settings.k, methods, proposals, *shown)
+        groups += [at(c, [Unit("timed", 0, "plain", 0, temperature, "greedy"), *own]) for c in many]
     if "load" in (settings.adaptive, *settings.sweep_adaptive):
-        heads = [m for m in methods if m in settings.heads]
-        own = units(settings, "timed", 0, temperature, settings.k, heads, ["greedy"], shown[0], "load")
+        heads, lowest = [m for m in methods if m in settings.heads], min(settings.temperatures)
+        own = units(settings, "timed", 0, lowest, settings.k, heads, ["greedy"], shown[0], "load")
         groups += [at(c, own) for c in many]
     return groups
 

@@ -79,6 +79,7 @@ def test_a_run_with_everything_says_what_it_was_and_changes_no_token(
     assert named == {"chain", "dynamic 3/4/8", "eagle25", "sparse 6", "3 paths"}
     assert {r["adaptive"] for r in drafted} == {"none", "gain", "confidence", "heuristic", "load"}
     assert {r["concurrency"] for r in lines} == {1, 2, 3} and not any(r["lossy"] for r in lines)
+    assert {r["temperature"] for r in lines if r["concurrency"] == 3} == {0.0, 1.0}
     for r in drafted:
         assert "nodes" not in r or r["tree"] != "chain"
         # without drafts (above the load) a tree is a chain of none
