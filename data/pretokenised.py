@@ -4,6 +4,7 @@
 {"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}  the same; labels stand on their own token, not one before
 {"input_ids": [5, 6, 0], "attention_mask": [1, 1, 0], ...}  padding goes
 {"prompt_ids": [5, 6], "output_ids": [7]}            one answer as a server logged it: output_ids are supervised
+{"ids": [5, 6, 7], "spans": [[2, 3]]}                a row of a data folder (data/rows.py): folders can be put together
 """
 
 from typing import Any
@@ -25,8 +26,10 @@ def ids_and_mask(value: dict[str, Any]) -> tuple[list[int], list[bool]]:
         prompt = _integers(value, "prompt_ids")
         return prompt + ids, [False] * len(prompt) + [True] * len(ids)
     mask_name = next((n for n in MASK_FIELDS if value.get(n) is not None), None)
+    if mask_name is None and value.get("spans") is not None:
+        return ids, _spans(value["spans"], len(ids))
     if mask_name is None:
-        raise Refused("no_loss_mask", f"field {name!r} comes without any of {', '.join(MASK_FIELDS)}")
+        raise Refused("no_loss_mask", f"field {name!r} comes without any of {', '.join(MASK_FIELDS)}, spans")
     numbers = _integers(value, mask_name, len(ids))
     if mask_name == "labels":
         wrong = next((t for t, label in enumerate(numbers) if label not in (IGNORED, ids[t])), None)
@@ -43,6 +46,17 @@ def ids_and_mask(value: dict[str, Any]) -> tuple[list[int], list[bool]]:
         real = _integers(value, "attention_mask", len(ids))
         ids, mask = [i for i, r in zip(ids, real, strict=True) if r], [m for m, r in zip(mask, real, strict=True) if r]
     return ids, mask
+
+
+def _spans(spans: Any, length: int) -> list[bool]:
+    """Runs [start, end) of supervised positions -> the mask of them [T]."""
+    mask = [False] * length
+    for span in spans if isinstance(spans, list) else [spans]:
+        whole = isinstance(span, list) and len(span) == 2 and all(isinstance(i, int) for i in span)
+        if not whole or not 0 <= span[0] < span[1] <= length:
+            raise Refused("malformed_spans", f"field 'spans' has {span} for {length} tokens: give [start, end)")
+        mask[span[0] : span[1]] = [True] * (span[1] - span[0])
+    return mask
 
 
 def _integers(value: dict[str, Any], name: str, length: int | None = None) -> list[int]:

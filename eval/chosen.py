@@ -38,4 +38,6 @@ def prompts(rows: Sequence[DataRow], settings: EvalSettings, context: int) -> li
             f"dataset={settings.dataset}: no prompt of at most {longest} tokens in split {settings.split!r} "
             f"({len(rows)} rows): raise max_prompt_tokens or prepare other data"
         )
-    return spread(list(usable.values()), settings.prompts)
+    counts = [settings.prompts, settings.concurrency_prompts] if max(settings.concurrency) > 1 else [settings.prompts]
+    # the first of more prompts are those of fewer
+    return spread(list(usable.values()), max(counts) if min(counts) else 0)

@@ -47,7 +47,7 @@ class EvalSettings(DrafterSettings):
     adaptive: str = "none"  # how deep heads draft in the main table: none (k), confidence, gain, heuristic, load
     sweep_adaptive: list[str] = field(default_factory=list)  # more of them, on sweep_prompts
     concurrency: list[int] = field(default_factory=lambda: [1])  # above 1: sequences decoded at once, a sweep
-    concurrency_prompts: int = 8
+    concurrency_prompts: int = 8  # 0 = all; may be more than `prompts`
     min_confidence: float = 0.0  # heads stop drafting where their path confidence falls below this; 0 = always k
     max_new_tokens: int = 64
     max_prompt_tokens: int = 1024
@@ -217,7 +217,7 @@ def _alpha(settings: EvalSettings, count: int) -> list[list[Unit]]:
     return [
         units(settings, "alpha", i, temperature, settings.k, heads, ["greedy"])
         for temperature in (t for t in sorted(settings.temperatures) if t > 0)
-        for i in range(min(settings.alpha_prompts, settings.sampled_prompts, count))
+        for i in range(min(settings.alpha_prompts, _most(settings, temperature, count)))
     ]
 
 
@@ -263,6 +263,7 @@ def _concurrent(settings: EvalSettings, count: int) -> list[list[Unit]]:
 
 
 def _most(settings: EvalSettings, temperature: float, count: int) -> int:
+    count = min(settings.prompts or count, count)
     return count if temperature == 0 else min(settings.sampled_prompts, count)
 
 

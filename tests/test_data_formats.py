@@ -107,6 +107,7 @@ def test_hub_data_sets_stream_the_named_split_config_and_columns(monkeypatch: py
         ({"loss_mask": [True, False, False, True, True]}, [(0, 1), (3, 5)]),
         ({"labels": [-100, 6, -100, -100, 9]}, [(1, 2), (4, 5)]),
         ({"loss_mask": [0, 0, 1, 1, 1], "attention_mask": [0, 1, 1, 1, 0]}, [(1, 3)]),
+        ({"spans": [[1, 2], [3, 5]]}, [(1, 2), (3, 5)]),  # a row of a data folder
     ],
 )
 def test_rows_with_their_own_mask_are_trained_as_masked(
@@ -135,6 +136,9 @@ def test_answers_logged_as_token_ids_are_supervised_whole(target: Target, tmp_pa
         ({"loss_mask": [0, 0, 2, 0, 0]}, "malformed_loss_mask"),
         ({"labels": [-100, 7, 8, 9, -100]}, "labels_not_aligned"),  # shifted one to the left
         ({"labels": ["a"] * 5}, "malformed_ids"),
+        ({"spans": [[3, 6]]}, "malformed_spans"),
+        ({"spans": [[3, 3]]}, "malformed_spans"),
+        ({"spans": [3, 4]}, "malformed_spans"),
         ({}, "no_loss_mask"),
     ],
 )

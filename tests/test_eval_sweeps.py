@@ -12,6 +12,7 @@ from tiny import tiny_target
 from data.rows import DataRow
 from eval import plan, report, shapes, table
 from eval.__main__ import compare
+from eval.chosen import prompts
 from eval.drafters.head import untrained
 from eval.measured import Measured, curve, described, texts
 from eval.plan import EvalSettings
@@ -233,3 +234,17 @@ def test_the_measured_load_up_to_which_a_draft_gains() -> None:
     assert break_even(records, "eagle3", "chain") == 2
     assert break_even(records[:-1], "eagle3", "chain") == 2, "it gains everywhere: the highest that was measured"
     assert break_even([*records[:3], at("eagle3", 1, 1.1)], "eagle3", "chain") == 0
+
+
+def test_batches_may_take_more_prompts_than_are_decoded_one_by_one(tmp_path: Path) -> None:
+    wanted = settings(tmp_path, prompts=2, concurrency=[1, 3], concurrency_prompts=5, temperatures=[0.0, 1.0])
+    chosen = prompts(rows_of_data(7), wanted, 64)
+    alone = prompts(rows_of_data(7), settings(tmp_path, prompts=2), 64)
+    assert len(chosen) == 5 and chosen[:2] == alone, "the first of more prompts are those of fewer"
+    found = [unit for group in plan.plan(wanted, len(chosen)) for unit in group]
+    assert {unit.prompt for unit in found if unit.concurrency == 1} == {0, 1}
+    batched = [unit for unit in found if unit.concurrency == 3]
+    assert {(unit.prompt, unit.count) for unit in batched} == {(0, 5)}
+    assert {unit.proposal for unit in batched if unit.temperature} == {"greedy", "sampled"}
+    every = settings(tmp_path, prompts=2, concurrency=[2], concurrency_prompts=0)
+    assert len(prompts(rows_of_data(7), every, 64)) == 7
