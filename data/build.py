@@ -208,7 +208,7 @@ def _answered(
             prompts.append(to_prompt(chat, row, key, side, limits))
         except RowError as error:
             writer.drop(Bad(row.file, row.line, error.reason, error.detail))
-    writer.tally.check_share(settings.min_kept_share)
+    writer.tally.check_share(settings.min_kept_share, waiting=len(prompts))
     prompts = with_samples(prompts, settings.regenerate.samples)
     made_by = Answers(target, chat, settings.regenerate, folder)
     given = answers.load_given(Path(settings.answers).expanduser(), made_by, prompts) if settings.answers else {}

@@ -56,15 +56,19 @@ class Tally:
             )
         self.check_share(min_kept_share)
 
-    def check_share(self, min_kept_share: float) -> None:
-        """Refuse when less than `min_kept_share` of the rows read are kept; repeats and leaks are no loss."""
+    def check_share(self, min_kept_share: float, waiting: int = 0) -> None:
+        """Refuse when less than `min_kept_share` of the rows read are kept; repeats and leaks are no loss.
+
+        waiting: rows that were read, are sound so far and will be counted when they are written.
+        """
+        read = self.read + waiting
         lost = sum(
             n for reason, n in self.dropped.items() if reason != "exact_repeat" and not reason.startswith("leak_")
         )
-        if self.read and (self.read - lost) / self.read < min_kept_share:
+        if read and (read - lost) / read < min_kept_share:
             raise DataError(
                 "too_few_rows_kept",
-                f"{self.source}: {lost} of {self.read} rows dropped, more than data.min_kept_share={min_kept_share} "
+                f"{self.source}: {lost} of {read} rows dropped, more than data.min_kept_share={min_kept_share} "
                 f"allows: {self.reasons()}",
             )
 

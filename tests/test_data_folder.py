@@ -44,6 +44,17 @@ def settings_for(tmp_path: Path, **changes: Any) -> DataSettings:
     return DataSettings(**{**fields, "regenerate": given, **changes})
 
 
+def test_prompts_too_long_to_answer_are_lost_rows_among_all_that_were_read(target: Target, tmp_path: Path) -> None:
+    turns = [["word " * 60], *([f"question {n}"] for n in range(5))]
+    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"turns": t}) for t in turns), encoding="utf-8")
+    ask = RegenerateSettings(max_new_tokens=4)
+    fields: dict[str, Any] = {"source": [str(tmp_path / "p.jsonl")], "heldout_share": 0.0, "regenerate": ask}
+    counts = build(target, settings_for(tmp_path, **fields), tmp_path / "out")["counts"]
+    assert (counts["read"], counts["kept"]) == (6, 5)
+    with pytest.raises(DataError, match="1 of 6 rows dropped, more than data.min_kept_share=0.9"):
+        build(target, settings_for(tmp_path, **fields, min_kept_share=0.9), tmp_path / "strict")
+
+
 def test_given_answers_become_masked_rows_and_everything_is_counted(target: Target, tmp_path: Path) -> None:
     manifest = build(target, settings_for(tmp_path), tmp_path / "out")
     counts = manifest["counts"]
