@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup check test bench bench-data bench-decode prove-kills demo report clean
+.PHONY: help setup check test bench bench-data bench-decode prove-kills vllm demo report clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ prove-kills: setup ## kill -9 at random moments of regeneration and capture, res
 
 bench-decode: setup ## our decoding loop beside transformers' own: ratios with their spread (about 8 minutes)
 	.venv/bin/python -m scripts.bench_decode
+
+vllm: setup ## .venv-vllm with vLLM for CPU, and the proof that it reads our folders as meant (about 10 minutes)
+	bash scripts/vllm.sh
 
 report: ## where the HTML reports are, newest first
 	@ls -1t outputs/eval/*/report.html 2>/dev/null || echo "no report yet: make demo"

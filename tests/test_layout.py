@@ -24,6 +24,9 @@ MAIN_MAY_IMPORT = {"train": ("conf", "eval.live")}
 # Seen to fail: a module of that name hides the package, or the installed package, from code beside it.
 INSTALLED = ("torch", "transformers", "accelerate", "datasets", "hydra", "omegaconf", "wandb", "gguf", "numpy")
 
+# Runs in an environment of its own (`make vllm`), never in this one.
+ELSEWHERE = ("vllm",)
+
 # Where the package on the index has another name than the module.
 DISTRIBUTIONS = {"hydra": "hydra-core"}
 
@@ -157,7 +160,7 @@ def test_the_command_check_can_fail(root: Path) -> None:
     assert missing_part(root, "make nothing") == "nothing"
 
 
-@pytest.mark.parametrize("script", ["setup", "test", "quickstart"])
+@pytest.mark.parametrize("script", ["setup", "test", "quickstart", "vllm"])
 def test_scripts_are_valid_bash(root: Path, script: str) -> None:
     read = subprocess.run(["bash", "-n", str(root / "scripts" / f"{script}.sh")], capture_output=True, text=True)
     assert read.returncode == 0, read.stderr
@@ -197,7 +200,13 @@ def test_every_installed_package_that_the_code_imports_is_declared(root: Path) -
     for package in PACKAGES:
         permitted = declared(root, *(["dev"] if package == "tests" else []))
         for path in sources(root, package):
-            for name in imported_tops(path) - set(sys.stdlib_module_names) - set(PACKAGES) - helpers - {"__future__"}:
+            for name in (
+                imported_tops(path)
+                - set(sys.stdlib_module_names)
+                - set(PACKAGES)
+                - helpers
+                - {"__future__", *ELSEWHERE}
+            ):
                 if DISTRIBUTIONS.get(name, name).replace("_", "-") not in permitted:
                     undeclared.setdefault(name, set()).add(str(path.relative_to(root)))
     assert undeclared == {}

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_heads_permutation import eagle3_head, medusa_head, permutation, target_of
 from tiny import tiny_target
 from toys import batch_of, conversations, eagle3, head_input, medusa
 
@@ -14,6 +13,7 @@ from heads.eagle3 import Eagle3
 from heads.layers import LayerCache
 from heads.replay import accepted_runs, walk_rounds
 from heads.target import Target
+from scripts.permutation import eagle3_head, medusa_head, permutation, permutation_target
 from train.evaluate import Tally, evaluate
 from train.mixture import LossSettings
 from train.objective import Objective
@@ -49,7 +49,7 @@ def tally_of(target: Target, head: Any, rows: list[dict[str, Any]], k: int, max_
 @pytest.mark.parametrize("make", [eagle3_head, medusa_head])
 @pytest.mark.parametrize(("k", "new_tokens"), [(1, 12), (3, 20), (3, 21), (3, 2)])
 def test_the_predicted_acceptance_length_is_the_measured_one(make: Any, k: int, new_tokens: int) -> None:
-    target, E = target_of()
+    target, E = permutation_target()
     head = rough(make(target, E))
     rows, steps = answered(target, new_tokens), []
     for row in rows:
@@ -71,7 +71,7 @@ def test_the_predicted_acceptance_length_is_the_measured_one(make: Any, k: int, 
 
 def test_cutting_longer_answers_predicts_what_the_cut_decoding_does() -> None:
     """Rows hold 30 tokens, evaluation makes 11."""
-    target, E = target_of()
+    target, E = permutation_target()
     head = rough(eagle3_head(target, E))
     rows, steps = answered(target, 30), []
     for row in rows:
@@ -107,7 +107,7 @@ def replayed(target: Target, head: Eagle3, row: dict[str, Any], max_tokens: int)
 
 @torch.no_grad()
 def test_the_replay_equals_a_slow_one_on_conversations_of_several_turns() -> None:
-    target, E = target_of()
+    target, E = permutation_target()
     head, perm = rough(eagle3_head(target, E)), permutation()
     rows = conversations(6)
     for row in rows:  # mostly what the head expects, with surprises
@@ -166,7 +166,7 @@ def test_position_figures_equal_plain_loops_over_slots(make: Any, options: dict[
 
 
 def test_tallies_add_up() -> None:
-    target, E = target_of()
+    target, E = permutation_target()
     head = rough(eagle3_head(target, E))
     rows, total = answered(target, 12), Tally.empty(K)
     for row in rows:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_heads_permutation import eagle3_head, medusa_head, target_of
 from test_train_evaluate import answered, rough
 from tiny import tiny_target
 from toys import eagle3, largest_gap, loop_of, medusa, weights
@@ -18,6 +17,7 @@ from eval.generate import Decoding, generate
 from eval.live import measure_acceptance
 from heads.hub import load_head, read_facts
 from heads.target import Target
+from scripts.permutation import eagle3_head, medusa_head, permutation_target
 from train import checkpoint
 from train.loop import Loop, Stopped
 from train.select import choose_prompts
@@ -144,7 +144,7 @@ def test_a_live_run_leaves_training_as_it_was(tmp_path: Path, make: Any) -> None
 
 @pytest.mark.parametrize("make", [eagle3_head, medusa_head])
 def test_what_is_measured_is_what_decoding_gives(make: Any) -> None:
-    target, embeddings = target_of()
+    target, embeddings = permutation_target()
     head = rough(make(target, embeddings)).train()
     prompts = [row["ids"][: row["spans"][0][0]] for row in answered(target, 2)]
     found = measure_acceptance(target, head, prompts, 3, 0.0, 0, 20)
@@ -164,7 +164,7 @@ def test_what_is_measured_is_what_decoding_gives(make: Any) -> None:
 
 
 def test_an_answer_that_ends_at_once_counts_as_plain_decoding() -> None:
-    target, embeddings = target_of()
+    target, embeddings = permutation_target()
     found = measure_acceptance(target, eagle3_head(target, embeddings), [[5, 9]], 3, 0.0, 0, 1)
     assert found == {"acceptance_length": 1.0, "position_acceptance_joint": [], "rounds": 0}
 
@@ -205,7 +205,7 @@ def test_a_held_out_split_without_a_usable_prompt_is_refused_before_the_first_st
 
 
 def test_torch_random_state_is_not_moved_by_a_live_run() -> None:
-    target, embeddings = target_of()
+    target, embeddings = permutation_target()
     head = eagle3_head(target, embeddings)
     before = torch.get_rng_state()
     measure_acceptance(target, head, [[5, 9, 3]], 2, 1.0, 0, 8)
