@@ -2,6 +2,7 @@
 
     python -m eval dataset=outputs/data/default 'heads={eagle3: outputs/train/eagle3}' 'methods=[lookup,eagle3,random]'
     python -m eval mode=theory
+    python -m eval backend=vllm ...                     the same prompts through an engine: eval/serving.py
 
 Writes outputs/eval/<name>/: records.jsonl (an interrupted run goes on from it), rows.json, cost.json, report.html, and
 manifest.json last. The last line of standard output is one JSON object {"rows": [...]}.
@@ -28,6 +29,7 @@ from eval.plan import EvalSettings, check, main_row, measured, method_names, pla
 from eval.records import RecordFile, claim
 from eval.results import equality, predict, result_rows, training_logs
 from eval.run import Bench, measure
+from eval.serving import serve
 from eval.table import print_table
 from eval.warpers import Warpers
 from heads import hub
@@ -46,6 +48,9 @@ def main(settings: EvalSettings) -> None:
         return
     if settings.mode != "run":
         raise ValueError(f"mode={settings.mode!r}: choose run or theory")
+    if settings.backend != "drafthead":
+        serve(settings)
+        return
     evaluate(settings)
 
 

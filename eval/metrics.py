@@ -30,7 +30,14 @@ def emitted(record: Record) -> int:
 
 
 def decode_seconds(record: Record) -> float:
-    return record["draft_s"] + record["verify_s"] + record["other_s"]
+    """Of all rounds. Serving engines do not tell the parts (`decode_s`), some not even that: 0."""
+    parts = ("draft_s", "verify_s", "other_s") if "draft_s" in record else ("decode_s",)
+    return float(sum(record.get(name, 0.0) for name in parts))
+
+
+def whole_seconds(record: Record) -> float:
+    """Prefill and rounds; 0 where an engine tells neither."""
+    return float(record.get("prefill_s", 0.0) + decode_seconds(record))
 
 
 def counters(records: Iterable[Record]) -> dict[str, Any]:
@@ -106,9 +113,7 @@ def pair(records: Sequence[Record], plain: Sequence[Record]) -> list[tuple[Recor
 
 def speedups(pairs: Sequence[tuple[Record, Record]]) -> tuple[float | None, float | None]:
     """(speedup_decode, speedup_e2e): tokens per second over plain's on the same prompts, token ids counted."""
-    return _speedup(pairs, emitted, decode_seconds), _speedup(
-        pairs, lambda r: r["new_tokens"], lambda r: r["prefill_s"] + decode_seconds(r)
-    )
+    return _speedup(pairs, emitted, decode_seconds), _speedup(pairs, lambda r: r["new_tokens"], whole_seconds)
 
 
 def request_speed(records: Sequence[Record]) -> float | None:
@@ -186,7 +191,7 @@ def summarise(records: Sequence[Record], plain: Sequence[Record], route: str = "
     tau = acceptance_length(records)
     length_ci, speed_ci = intervals(records, pairs)
     seconds = sum(map(decode_seconds, records))
-    total = seconds + sum(r["prefill_s"] for r in records)
+    drafting = [r for r in records if "draft_s" in r]  # engines do not tell it
     counts = counters(records)
     return {
         **{name: first[name] for name in ("method", "k", "temperature", "rule", "proposal")},
@@ -204,7 +209,7 @@ def summarise(records: Sequence[Record], plain: Sequence[Record], route: str = "
         "alpha_sum_min": mean_by_position(records, "alpha_sum_min"),
         "alpha_greedy": mean_by_position(records, "alpha_greedy"),
         "predicted_acceptance_length": None,
-        "draft_overhead": ratio(sum(r["draft_s"] for r in records), total),
+        "draft_overhead": ratio(sum(r["draft_s"] for r in drafting), sum(map(whole_seconds, drafting))),
         "tokens_per_second": ratio(sum(map(emitted, records)), seconds),
         "request_tokens_per_second": request_speed(records),
         "speedup_decode": decode,

@@ -15,6 +15,7 @@ from eval import adaptive, reference, shapes
 from eval.decoding import RULES
 from eval.drafters import DRAFTERS, SAMPLING, DrafterSettings
 from eval.shapes import TreeSettings
+from eval.vllm_server import ServingSettings
 from heads.target import TargetSettings
 
 BUILT_IN = (*DRAFTERS, "random", "replay", *reference.METHODS)
@@ -27,6 +28,8 @@ class EvalSettings(DrafterSettings):
     name: str = "default"
     outputs: str = "outputs"
     mode: str = "run"  # run, or theory: print the expected-speedup table
+    backend: str = "drafthead"  # our own loop, or an engine that serves exported folders: vllm, sglang
+    serving: ServingSettings = field(default_factory=ServingSettings)  # how such an engine is reached
     target: TargetSettings = field(default_factory=TargetSettings)
     dataset: str = "outputs/data/default"  # data folder
     split: str = "heldout"

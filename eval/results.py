@@ -116,8 +116,11 @@ def _place(record: Record) -> tuple[str, int]:
     return record["id"], record["turn"]
 
 
-def equality(target: Target, prompts: Prompts, records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Coupled rules (greedy, match, strict) against plain, token by token; a difference names the logit gap."""
+def equality(target: Target | None, prompts: Prompts, records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Coupled rules (greedy, match, strict) against plain, token by token.
+
+    A difference names the logit gap, where there is a target to compute it.
+    """
     timed = [r for r in records if r["kind"] == "timed" and r["method"] == "plain"]
     plain = {metrics.text_key(r): r for r in timed if r.get("concurrency", 1) == 1}
     ids_of = {_place(p): p["ids"] for p in prompts}
@@ -128,7 +131,9 @@ def equality(target: Target, prompts: Prompts, records: Sequence[Record]) -> lis
             continue
         at = first_difference(r["output_ids"], own["output_ids"])
         detail = ""
-        if at is not None and _place(r) in ids_of:
+        if at is not None and target is None:
+            detail = f"token {at} differs"
+        elif at is not None and target is not None and _place(r) in ids_of:
             ids = torch.tensor([[*ids_of[_place(r)], *own["output_ids"][:at]]], device=target.device)
             top = target.logits(target.forward(ids).last[0, -1]).topk(2).values
             detail = f"token {at} differs, the target's two best logits are {float(top[0] - top[1]):.2e} apart"

@@ -242,6 +242,11 @@ def _layers_and_norm(decoder: Any, name: str) -> tuple[list[nn.Module], nn.Modul
     return list(layers), norm
 
 
+def model_place(settings: TargetSettings) -> str:
+    """The folder or Hub id under which any other program loads the target."""
+    return _resolve(settings)[0]
+
+
 def _resolve(settings: TargetSettings) -> tuple[str, str, str | None]:
     """(what transformers loads, name for manifests, revision or None to be read from the model)."""
     if settings.id == EMBEDDED:
