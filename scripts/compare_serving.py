@@ -30,6 +30,7 @@ class Compared:
     method: str
     k: int
     prompts: int
+    batches: list[int]  # sequences that our loop decoded at once
     rounds: tuple[int, int]
     length: tuple[float, float]
     joint: tuple[list[float], list[float]]
@@ -88,7 +89,7 @@ def read(folder: Path) -> list[Record]:
     path = folder / "records.jsonl"
     if not path.is_file():
         raise ValueError(f"{folder}: no run of python -m eval (records.jsonl is missing)")
-    kept = {"kind": "timed", "temperature": 0, "tree": "chain", "adaptive": "none", "concurrency": 1}
+    kept = {"kind": "timed", "temperature": 0, "tree": "chain", "adaptive": "none"}
     rows = [{**metrics.LATER, **row} for row in RecordFile(path).rows]
     return [row for row in rows if all(row[name] == value for name, value in kept.items()) and row["k"]]
 
@@ -114,8 +115,9 @@ def groups(records: Sequence[Record]) -> list[tuple[str, int]]:
 
 
 def matched(ours: Sequence[Record], theirs: Sequence[Record], method: str, k: int) -> list[tuple[Record, Record]]:
-    """Records of the same prompt, ours first."""
-    own = {(r["id"], r["turn"]): r for r in ours if (r["method"], r["k"]) == (method, k)}
+    """Records of the same prompt, ours first; of ours those that were decoded alone, where there are such."""
+    single_last = sorted(ours, key=lambda r: -int(r["concurrency"]))
+    own = {(r["id"], r["turn"]): r for r in single_last if (r["method"], r["k"]) == (method, k)}
     served = [r for r in theirs if (r["method"], r["k"]) == (method, k)]
     return [(own[place], r) for r in served if (place := (r["id"], r["turn"])) in own]
 
@@ -130,6 +132,7 @@ def measure(pairs: Sequence[tuple[Record, Record]]) -> Compared:
         method=ours[0]["method"],
         k=ours[0]["k"],
         prompts=len(pairs),
+        batches=sorted({r["concurrency"] for r in ours}),
         rounds=(sum(len(r["steps"]) for r in ours), sum(len(r["steps"]) for r in theirs)),
         length=(lengths[0], lengths[1]),
         joint=(joints[0] + [0.0] * (longest - len(joints[0])), joints[1] + [0.0] * (longest - len(joints[1]))),
@@ -141,7 +144,7 @@ def measure(pairs: Sequence[tuple[Record, Record]]) -> Compared:
 def table(results: Sequence[Compared], engines: Sequence[str], facts: dict[str, Any], within: float) -> str:
     lines = [
         f"{', '.join(engines)} beside drafthead's own loop: {facts.get('target')}, T = 0, at most "
-        f"{facts['max_new_tokens']} new tokens, held-out prompts of data {str(facts.get('data'))[:12]}, batch 1",
+        f"{facts['max_new_tokens']} new tokens, held-out prompts of data {str(facts.get('data'))[:12]}",
         "made by: python -m scripts.compare_serving; the commands stand in docs/export.md",
         "",
     ]
@@ -150,9 +153,9 @@ def table(results: Sequence[Compared], engines: Sequence[str], facts: dict[str, 
         rounds = "not told in order" if one.same_rounds is None else f"{one.same_rounds} of {one.prompts}"
         lines += [
             f"{one.method}, k = {one.k}, {one.prompts} prompts: {verdict}",
-            f"  {'':<24}{'rounds':>8}{'tau':>9}   acceptance of position 1, 2, ... (joint)",
-            side("drafthead", one.rounds[0], one.length[0], one.joint[0]),
-            side(" and ".join(engines), one.rounds[1], one.length[1], one.joint[1]),
+            f"  {'':<26}{'rounds':>8}{'tau':>9}   acceptance of position 1, 2, ... (joint)",
+            side(f"drafthead, batch {' and '.join(map(str, one.batches))}", one.rounds[0], one.length[0], one.joint[0]),
+            side(f"{' and '.join(engines)}, batch 1", one.rounds[1], one.length[1], one.joint[1]),
             f"  largest relative difference {one.difference:.2%}; answers equal token by token: {one.same_tokens} of "
             f"{one.prompts}; rounds equal one by one: {rounds}",
             "",
@@ -161,7 +164,7 @@ def table(results: Sequence[Compared], engines: Sequence[str], facts: dict[str, 
 
 
 def side(name: str, rounds: int, length: float, joint: Sequence[float]) -> str:
-    return f"  {name:<24}{rounds:>8}{length:>9.4f}   {', '.join(f'{value:.4f}' for value in joint)}"
+    return f"  {name:<26}{rounds:>8}{length:>9.4f}   {', '.join(f'{value:.4f}' for value in joint)}"
 
 
 if __name__ == "__main__":
