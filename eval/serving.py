@@ -117,8 +117,8 @@ def engine(
         with Engine(settings.backend, serving.url, serving.timeout_s) as running:
             yield running
         return
-    # near the end of its context vLLM drafts less: leave it room
-    longest = max(len(prompt["ids"]) for prompt in chosen) + settings.max_new_tokens + settings.k + 1
+    # vLLM drafts nothing where the drafts just verified and those to come would not both fit: leave it room
+    longest = max(len(prompt["ids"]) for prompt in chosen) + settings.max_new_tokens + 2 * settings.k + 1
     context = min(longest, target.spec.max_position_embeddings)
     place = model_place(settings.target)
     parts = command(serving, place, settings.target.dtype, context, settings.seed, drafting)
