@@ -16,8 +16,8 @@ _MTP = (
     "Qwen3-Next, MiMo): none loads one for another target"
 )
 _BLOCK = (
-    "vLLM serves block heads as DFlash folders (DFlashDraftModel), which hold no feature of the target in the residual "
-    "(head.residual_feature); such folders are not written here, also for heads that are trained without it"
+    "the engine that serves block heads, vLLM, reads them as DFlash folders, which hold no feature of the target in "
+    "the residual (head.residual_feature); such folders are not written here, also for heads trained without it"
 )
 _MLP = "engines read an embedding table for each head of an MLP speculator; this head projects the target's embeddings"
 _LSTM = "no engine that is supported here serves LSTM speculators (Arctic Inference, a plugin of vLLM, has its own)"
