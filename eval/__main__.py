@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from conf.entry import run
 from data.rows import DataRow, load, manifest
@@ -30,7 +29,7 @@ from eval.records import RecordFile, claim
 from eval.results import equality, predict, result_rows, training_logs
 from eval.run import Bench, measure
 from eval.serving import serve
-from eval.table import print_table
+from eval.table import print_results
 from eval.warpers import Warpers
 from heads import hub
 from heads.download import locate
@@ -124,12 +123,7 @@ def compare(
     manifest = {"kind": "eval", "whole": whole, "settings": dataclasses.asdict(settings), "checks": found, **source}
     manifest |= {"drift": drift} if drift is not None else {}
     write_json(folder / "manifest.json", manifest)
-    print(checks.first_line(found))
-    print_table(rows, Console(), settings.k)
-    for text in meta.get("caveats", []):
-        print(text)
-    print(f"report: {page}")
-    print(json.dumps({"rows": rows}))
+    print_results(checks.first_line(found), rows, settings.k, page, meta.get("caveats", []))
     return rows
 
 

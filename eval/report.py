@@ -3,7 +3,6 @@
 The first line is the verdict of the self-checks; a report that fails one says so there, before any figure.
 """
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from eval.table import (
     temperatures,
     times,
 )
+from heads.hub import write_text
 
 # What was measured: meta key -> label. Shown even when missing, because a figure without them cannot be compared.
 FACTS = {
@@ -281,11 +281,9 @@ def write(
     """
     page = render(rows, cost, training, meta, trees)
     path = folder / "report.html"
-    partial = folder / f".report.html.{os.getpid()}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        partial.write_text(page, encoding="utf-8")
-        os.replace(partial, path)
+        write_text(path, page)
     except OSError as error:
         raise ValueError(
             f"cannot write the report {path} ({error.strerror}): choose a run folder that can be written"

@@ -14,13 +14,11 @@ into drafting and verifying no engine says: those fields are left out.
 import contextlib
 import dataclasses
 import datetime
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from data.rows import load, manifest
@@ -29,9 +27,9 @@ from eval.chosen import prompts
 from eval.engines import ACCEPTED, DRAFTED, DRAFTS, Answer, Engine, rounds
 from eval.metrics import PREFIX, Record
 from eval.plan import EvalSettings, measured
-from eval.records import RecordFile, claim
+from eval.records import RecordFile, claim, unit
 from eval.results import equality, result_rows, training_logs
-from eval.table import print_table
+from eval.table import print_results
 from eval.vllm_server import command, environment, speculation, started
 from heads import hub
 from heads.download import locate
@@ -68,7 +66,7 @@ def serve(settings: EvalSettings) -> list[dict[str, Any]]:
     file = RecordFile(folder / "records.jsonl")
     counted = True
     for method in ([] if settings.serving.url or not settings.serving.plain else ["plain"]) + settings.methods:
-        missing = [p for p in chosen if not recorded(file, p, method)]
+        missing = [p for p in chosen if unit(identity(settings, p, method)) not in file.done]
         if missing:
             with engine(settings, target, chosen, method, drafting.get(method), folder) as running:
                 counted &= decode(settings, target, running, missing, method, file)
@@ -97,9 +95,18 @@ def check(settings: EvalSettings) -> None:
         raise ValueError(f"methods={settings.methods}: name the one head that the server at serving.url drafts with")
 
 
-def recorded(file: RecordFile, prompt: dict[str, Any], method: str) -> bool:
-    place = prompt["id"], prompt["turn"], method
-    return any((r["id"], r["turn"], r["method"]) == place for r in file.rows)
+def identity(settings: EvalSettings, prompt: dict[str, Any], method: str) -> Record:
+    """The part of a record that says what was decoded, as eval/run.py writes it."""
+    return {
+        "kind": "timed",
+        **{name: prompt[name] for name in ("id", "route", "turn")},
+        "method": method,
+        "proposal": "greedy",
+        "k": settings.k if method != "plain" else 0,
+        **metrics.LATER,
+        "temperature": 0.0,
+        "seed": settings.seed,
+    }
 
 
 @contextlib.contextmanager
@@ -166,17 +173,9 @@ def record(settings: EvalSettings, running: Engine, prompt: dict[str, Any], meth
     emitted = len(answer.output_ids) - 1
     steps = rounds(answer, settings.max_new_tokens) if method != "plain" else [[0, 0]] * max(emitted, 0)
     found: Record = {
-        "kind": "timed",
-        **{name: prompt[name] for name in ("id", "route", "turn")},
-        "method": method,
+        **identity(settings, prompt, method),
         "engine": running.version,
         "rule": "greedy",
-        "lossy": False,
-        "proposal": "greedy",
-        "k": settings.k if method != "plain" else 0,
-        **{name: value for name, value in metrics.LATER.items() if name != "lossy"},
-        "temperature": 0.0,
-        "seed": settings.seed,
         "prompt_tokens": len(prompt["ids"]),
         "new_tokens": len(answer.output_ids),
         "loop_share": metrics.loop_share(answer.output_ids),
@@ -234,8 +233,5 @@ def finish(
     page = report.write(folder, rows, {}, training_logs(settings.heads), meta)
     held = {"kind": "eval", "whole": True, "settings": dataclasses.asdict(settings), "checks": found}
     write_json(folder / "manifest.json", {**held, "engine": versions, **source})
-    print(checks.first_line(found))
-    print_table(rows, Console(), settings.k)
-    print(f"report: {page}")
-    print(json.dumps({"rows": rows}))
+    print_results(checks.first_line(found), rows, settings.k, page)
     return rows

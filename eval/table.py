@@ -4,8 +4,11 @@ A *result row* is one dict of shared names (`acceptance_length`, `speedup_decode
 and route; `route == "all"` is the figure over every prompt. Lengths are tokens, shares are 0..1, times are seconds.
 """
 
+import json
 import math
 from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -174,6 +177,16 @@ def formula_speedup(row: Row, cost: dict[str, Any]) -> float | None:
 def _with_interval(text: str, bounds: object) -> str:
     found = interval(bounds).replace(" to ", "–")  # nine columns must fit 80 characters
     return f"{text}\n{found}" if found else text
+
+
+def print_results(verdict: str, rows: list[Row], k: int, page: Path, caveats: Sequence[str] = ()) -> None:
+    """What a run says on standard output: verdict of the self-checks first, its rows as JSON in the last line."""
+    print(verdict)
+    print_table(rows, Console(), k)
+    for text in caveats:
+        print(text)
+    print(f"report: {page}")
+    print(json.dumps({"rows": rows}))
 
 
 def print_table(rows: list[Row], console: Console, k: int | None = None) -> None:

@@ -39,11 +39,16 @@ def build_head(settings: dict[str, Any], spec: TargetSpec, vocab: tuple[torch.Te
     return head_class(config_class(**settings), spec, vocab)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON under a temporary name, then rename: a reader never sees half a file."""
+def write_text(path: Path, text: str) -> None:
+    """Write under a temporary name, then rename: a reader never sees half a file."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """JSON as `write_text` writes it."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def save_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:

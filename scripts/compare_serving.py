@@ -19,6 +19,7 @@ from typing import Any
 from eval import metrics
 from eval.metrics import Record
 from eval.records import RecordFile
+from heads.hub import write_text
 
 SAME = ("target", "data", "split", "max_new_tokens", "max_prompt_tokens")  # of both runs, or the figures mean nothing
 
@@ -60,9 +61,7 @@ def main() -> None:
         sys.exit(f"error: {error}")
     print(text, end="")
     if options.out:
-        temporary = Path(f"{options.out}.tmp")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(options.out)
+        write_text(Path(options.out), text)
     if not ok:
         sys.exit(f"error: offline and served differ by more than {options.within:.0%}, or in a token")
 

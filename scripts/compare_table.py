@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from train.track import read_log
+
 Row = dict[str, Any]
 
 
@@ -28,8 +30,7 @@ def heldout(run: Path) -> list[Row]:
     log = run / "log.jsonl"
     if not log.is_file():
         raise ValueError(f"{log} is missing: train the head first")
-    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    return list({line["step"]: line for line in lines if line["split"] == "heldout"}.values())
+    return list({line["step"]: line for line in read_log(log) if line["split"] == "heldout"}.values())
 
 
 def _cells(values: Sequence[float] | None, digits: int = 3) -> str:

@@ -22,7 +22,8 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from heads.hub import LMHead
+from eval.vllm_server import speculation
+from heads.hub import LMHead, write_text
 from heads.target import Target
 from scripts.export import write_layout
 from scripts.layouts import WEIGHTS, Made
@@ -42,7 +43,6 @@ from scripts.writers import layout
 
 RIGHT = (36, [36, 36, 36])
 NOTHING = (len(PROMPTS) * (NEW_TOKENS - 1), [0, 0, 0])
-METHODS = {"eagle1": "eagle", "eagle3": "eagle3", "medusa": "medusa"}
 Tensors = dict[str, Tensor]
 
 
@@ -123,8 +123,7 @@ def write_jobs(root: Path, target: Target, wanted: list[Case]) -> Path:
     for number, case in enumerate(wanted):
         folder = root / f"head{number}"
         write_case(case, folder, target, base)
-        # named always: left to itself vLLM guesses the method from letters in the folder's path
-        method = "serve" if case.format == "speculators" else METHODS[case.kind]
+        method = "serve" if case.format == "speculators" else speculation(folder, K)["method"]
         heads[case.name] = {"method": method, "model": str(folder)}
     jobs = {"target": str(base), "prompts": PROMPTS, "k": K, "new_tokens": NEW_TOKENS, "heads": heads}
     path = root / "jobs.json"
@@ -190,9 +189,7 @@ def main() -> None:
     text, whole = report(wanted, counts)
     print(text, end="")
     if options.out:
-        temporary = Path(f"{options.out}.tmp")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(options.out)
+        write_text(Path(options.out), text)
     if not whole:
         sys.exit("error: a count is not what it must be")
 

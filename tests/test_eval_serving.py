@@ -155,6 +155,9 @@ def test_a_started_engine_gives_the_records_of_our_own_loop(
     # what is recorded is not asked for again: no server is started
     again = serve(world.settings("started", serving={"python": str(tmp_path / "none")}, threads=1))
     assert again == rows
+    # but another k is
+    with pytest.raises(ValueError, match="no such program"):
+        serve(world.settings("started", serving={"python": str(tmp_path / "none")}, threads=1, k=K - 1))
 
 
 @pytest.fixture

@@ -160,7 +160,7 @@ def test_the_command_check_can_fail(root: Path) -> None:
     assert missing_part(root, "make nothing") == "nothing"
 
 
-@pytest.mark.parametrize("script", ["setup", "test", "quickstart", "vllm"])
+@pytest.mark.parametrize("script", ["setup", "test", "quickstart", "vllm", "compare"])
 def test_scripts_are_valid_bash(root: Path, script: str) -> None:
     read = subprocess.run(["bash", "-n", str(root / "scripts" / f"{script}.sh")], capture_output=True, text=True)
     assert read.returncode == 0, read.stderr
