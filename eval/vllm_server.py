@@ -25,7 +25,10 @@ import httpx
 HOST = "127.0.0.1"
 MODEL = "target"  # the name it is served under
 # vLLM's own method for what config.json calls itself; without it vLLM guesses from letters in the folder's path
-METHODS = {"LlamaForCausalLMEagle3": "eagle3", "Eagle3DraftModel": "eagle3", "LlamaForCausalLM": "eagle"}
+METHODS = {
+    "LlamaForCausalLMEagle3": "eagle3", "Eagle3DraftModel": "eagle3", "LlamaForCausalLM": "eagle",
+    "DFlashDraftModel": "dflash",
+}  # fmt: skip
 
 
 @dataclass
@@ -55,6 +58,11 @@ def speculation(folder: Path, k: int) -> dict[str, Any]:
     method = "medusa" if config.get("model_type") == "medusa" else METHODS.get(name)
     if method is None:
         raise ValueError(f"{path}: vLLM has no method for architecture {name!r}: export the head with format=vllm")
+    if method == "dflash" and k != config["block_size"] - 1:
+        raise ValueError(
+            f"k={k}: vLLM runs k + 1 rows of a block head, and {folder} was trained on blocks of "
+            f"{config['block_size']}: give k={config['block_size'] - 1}"
+        )
     heads = config.get("medusa_num_heads", k)
     if k > heads:
         raise ValueError(f"k={k} is above the {heads} heads of {folder}: lower k")

@@ -56,6 +56,7 @@ class BlockConfig:
     own_lm_head: bool = False  # train an LM head over the draft vocabulary instead of borrowing the target's rows
     anchors: int | None = None  # slots a step trains of a conversation, drawn at random; None: all; the paper 512
     init: str = "feature"  # random (paper) | target | feature, see heads/starts.py
+    layer: Any = None  # sizes and RoPE of the layers where they are not the target's (heads.hub.load)
 
 
 class BlockAttention(Attention):
@@ -116,7 +117,7 @@ class Block(Head):
         steps = config.block_size - self.first
         super().__init__(config, spec, vocab, taps=taps, max_draft=steps, train_steps=steps)
         self.max_slots = config.anchors
-        self.layer_config = layer_config(spec, config.num_kv_heads)
+        self.layer_config = layer_config(spec, config.num_kv_heads, config.layer)
         H, eps = spec.hidden_size, spec.rms_norm_eps
         self.fc = nn.Linear(len(taps) * H, H, bias=False)
         self.hidden_norm = RMSNorm(H, eps)

@@ -10,10 +10,12 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from heads.hub_client import attempt, checksum
+from heads.read_block import MASK_FILE
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(@\S+)?")
 FACTS = ["config.json", "head.json", "manifest.json", "*.safetensors.index.json"]
 TENSORS = ["*.safetensors"]
+BESIDE = [MASK_FILE]  # a pickle that comes with tensors
 PICKLES = ["pytorch_model*.bin", "pytorch_model.bin.index.json", "medusa_lm_head.pt"]  # only where there is no other
 
 
@@ -28,7 +30,7 @@ def locate(source: str | Path) -> Path:
     if isinstance(source, Path) or folder.is_dir() or source.startswith(".") or not REPOSITORY.fullmatch(source):
         return folder
     repo, _, revision = source.partition("@")
-    found = _snapshot(repo, revision or None, FACTS + TENSORS)
+    found = _snapshot(repo, revision or None, FACTS + TENSORS + BESIDE)
     if not any(fnmatch.fnmatch(path.name, pattern) for path in found.iterdir() for pattern in TENSORS):
         found = _snapshot(repo, revision or None, FACTS + PICKLES)
     for path in sorted(found.iterdir()):

@@ -6,6 +6,7 @@ folder holds is read off its tensors, because published configs name their archi
     fc.weight + self_attn.q_proj of width 2H              EAGLE-3, engine layout or speculators format
     fc.weight [H, 2H] + self_attn.q_proj of width H       EAGLE-1
     medusa_heads.0.0.linear.weight, 0.0.linear.weight     Medusa
+    fc.weight + hidden_norm.weight + self_attn.q_norm     block head, DFlash layout
 
 A new head is one entry of READERS.
 """
@@ -20,12 +21,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from heads import read_eagle1, read_eagle3, read_medusa
+from heads import read_block, read_eagle1, read_eagle3, read_medusa
 from heads.parts import Parts
 from heads.spec import TargetSpec
 
 # kind -> (whether these tensors are one, reader of config and tensors)
 READERS: dict[str, tuple[Callable[..., bool], Callable[..., Parts]]] = {
+    "block": (read_block.is_one, read_block.read),
     "medusa": (read_medusa.is_one, read_medusa.read),
     "eagle3": (read_eagle3.is_one, read_eagle3.read),
     "eagle1": (read_eagle1.is_one, read_eagle1.read),
@@ -52,7 +54,7 @@ def read(folder: Path, spec: TargetSpec | None = None) -> Parts:
             return parts
     raise ValueError(
         f"{folder}: these tensors are no head that is known here ({', '.join(sorted(tensors)[:4])} ...): EAGLE in "
-        "the layouts of vLLM and SGLang, speculators folders and Medusa are read"
+        "the layouts of vLLM and SGLang, speculators folders, Medusa and DFlash are read"
     )
 
 

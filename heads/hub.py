@@ -23,6 +23,7 @@ from heads import HEADS, formats
 from heads.download import locate, repository_of
 from heads.lora import Lora
 from heads.parts import Parts
+from heads.read_block import MASK_FILE
 from heads.spec import TargetSpec
 from heads.tuned import ADAPTER, tuned_spec
 
@@ -115,6 +116,7 @@ def load(source: Path | str, spec: TargetSpec | None = None, target: Any = None)
         check_target(source, TargetSpec.from_dict(made["target"]), spec)
     parts = formats.read(folder, spec)
     check_borrowed(folder, parts, target)
+    take_mask(folder, parts, target)
     for notice in parts.notices:
         print(f"{source}: {notice}", file=sys.stderr)
     return build(folder, parts)
@@ -179,6 +181,18 @@ def check_borrowed(folder: Path, parts: Parts, target: Any) -> None:
                 f"{folder}: {name} is not the target's: this head was trained with one of its own, which is not read "
                 "here (or the folder is damaged, or belongs to another target)"
             )
+
+
+def take_mask(folder: Path, parts: Parts, target: Any) -> None:
+    """The MASK of a block head that is a row of the target's embeddings. Raises ValueError without a target."""
+    if parts.mask_id is None:
+        return
+    if target is None:
+        raise ValueError(
+            f"{folder}: its MASK is the target's embedding of id {parts.mask_id} (there is no {MASK_FILE}): load it "
+            "with its target"
+        )
+    parts.tensors["mask_embedding"] = target.embed(torch.tensor([parts.mask_id]))[0].float().clone()
 
 
 @dataclasses.dataclass

@@ -18,6 +18,7 @@ class Parts:
     tensors: dict[str, Tensor]
     borrowed: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # the target's own: embeddings, LM head
     notices: list[str] = dataclasses.field(default_factory=list)  # what was taken for granted
+    mask_id: int | None = None  # a block head's MASK vector is the target's embedding of this id, and not in the folder
 
 
 def unknown_target(folder: Path, name: str | None = None, **known: Any) -> TargetSpec:

@@ -31,14 +31,17 @@ def our_names(folder: Path, tensors: dict[str, Tensor], layer: str) -> dict[str,
     return found
 
 
-def read_layer(folder: Path, config: dict[str, Any]) -> LlamaConfig:
-    """Configuration of the draft layer, as the engines read it: RoPE in either spelling, missing sizes derived."""
+def read_layer(folder: Path, config: dict[str, Any], layers: int | None = 1) -> LlamaConfig:
+    """Configuration of the draft layer, as the engines read it: RoPE in either spelling, missing sizes derived.
+
+    `layers` is how many of them there must be; None: any number.
+    """
     raw = config.get("transformer_layer_config", config)
     for key in ("hidden_size", "intermediate_size", "num_attention_heads"):
         size(raw, key, folder)
     plain = {key: value for key, value in raw.items() if key not in ("architectures", "model_type", "auto_map")}
     layer = LlamaConfig.from_dict(plain)
-    if layer.hidden_act != "silu" or raw.get("num_hidden_layers", 1) != 1:
+    if layer.hidden_act != "silu" or layers not in (None, raw.get("num_hidden_layers", 1)):
         raise ValueError(
             f"{folder}/config.json: {raw.get('num_hidden_layers', 1)} layers with {layer.hidden_act}: heads of one "
             "layer with silu are read"

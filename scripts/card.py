@@ -13,7 +13,9 @@ NAMES = {
     "mlp": "MLP speculator", "lstm": "LSTM speculator",
 }  # fmt: skip
 # What engines call a head: vLLM's method, SGLang's algorithm.
-METHODS = {"eagle3": ("eagle3", "EAGLE3"), "eagle1": ("eagle", "EAGLE"), "medusa": ("medusa", "")}
+METHODS = {
+    "eagle3": ("eagle3", "EAGLE3"), "eagle1": ("eagle", "EAGLE"), "medusa": ("medusa", ""), "block": ("dflash", ""),
+}  # fmt: skip
 TUNED = "target"  # folder of a Medusa-2 head's own target, inside the exported one
 # The embedded target is this model, stored in four bits a weight.
 EMBEDDED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -72,6 +74,8 @@ def base_of(facts: dict[str, Any]) -> dict[str, Any]:
 def draft_tokens(facts: dict[str, Any]) -> int:
     """How many tokens engines are told to draft: as many steps as were trained, and at least 3 where steps repeat."""
     config = facts["config"]
+    if facts["kind"] == "block":
+        return int(config["block_size"]) - (0 if config["from_anchor"] else 1)
     return int(config.get("num_heads") or max(3, config.get("ttt_steps") or config.get("train_steps") or 3))
 
 
@@ -141,6 +145,8 @@ def serve(made: Made, written: Layout) -> str:
     config = json.dumps({"method": method, "model": "PATH_OR_ID_OF_THIS_FOLDER", "num_speculative_tokens": k})
     served = f"PATH_OF_THIS_FOLDER/{TUNED}" if "adapter" in made.facts else base
     vllm = f"```\nvllm serve {served} --speculative-config '{config}'\n```"
+    if kind == "block":
+        return f"{vllm}\n\nvLLM only, and only with {k} drafts: the head was trained on blocks of {k + 1} rows."
     if kind == "medusa":
         return f"{vllm}\n\nvLLM up to 0.32.0 only: 0.33.0 removed Medusa, and SGLang never had it."
     if reason := vllm_only(made, written):
@@ -177,7 +183,7 @@ def head_facts(made: Made, written: Layout) -> list[str]:
         found.append(f"Made elsewhere, converted from `{source}`")
     if config.get("taps"):
         found.append(f"Feature taps (state entering layer): {', '.join(map(str, config['taps']))}")
-    if "lm_head.weight" in written.tensors and made.facts["kind"] == "eagle3":
+    if "lm_head.weight" in written.tensors and made.facts["kind"] in ("eagle3", "block"):
         rows = len(written.tensors["lm_head.weight"])
         found.append(f"Draft vocabulary: {rows:,} of {target['vocab_size']:,} ids")
     if made.facts["kind"] == "medusa":
@@ -298,7 +304,7 @@ def limits(made: Made, written: Layout) -> list[str]:
         )
     size = facts["config"].get("draft_vocab_size")
     if size and size < target["vocab_size"]:
-        if facts["kind"] in ("medusa", "eagle1") and made.format != "native":
+        if facts["kind"] != "eagle3" and made.format != "native" and "d2t" not in written.tensors:
             found.append(
                 f"It was trained over {size:,} ids; the format has no draft vocabulary, so all "
                 f"{target['vocab_size']:,} can be drafted here and acceptance may differ from the measured one."

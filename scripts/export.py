@@ -210,6 +210,8 @@ def write_layout(folder: Path, written: Layout, format: str) -> None:
     tensors = {name: x.contiguous() for name, x in written.tensors.items()}
     facts, weights = ("head.json", "head.safetensors") if native else ("config.json", WEIGHTS)
     save_file(tensors, folder / weights, {"format": "pt"})
+    for name, content in written.files.items():
+        (folder / name).write_bytes(content)
     write_json(folder / facts, written.config)
     # safetensors writes for the owner alone; an engine often runs as another user
     (folder / weights).chmod((folder / facts).stat().st_mode)

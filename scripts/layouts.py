@@ -30,6 +30,7 @@ class Layout:
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
+    files: dict[str, bytes] = dataclasses.field(default_factory=dict)  # more of them, by name
 
 
 @dataclasses.dataclass

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from eval.vllm_server import speculation
 from heads.hub import LMHead, write_text
+from heads.read_block import MASK_FILE
 from heads.target import Target
 from scripts.export import write_layout
 from scripts.layouts import WEIGHTS, Made
@@ -38,6 +39,7 @@ from scripts.permutation import (
     permutation,
     permutation_target,
 )
+from scripts.permutation_block import block_head, block_target, carry
 from scripts.verify import verify
 from scripts.writers import layout
 
@@ -51,32 +53,41 @@ class Case:
     """A head, the format it is written in, what is then damaged in the folder, and the counts it must have in vLLM."""
 
     name: str
-    kind: str
+    target: Target
     head: Any
     expected: tuple[int, list[int]] = RIGHT
     format: str = "vllm"
     damage: Callable[[Tensors], None] | None = None
+    without: str | None = None  # a file that is taken away
 
     @property
     def wrong(self) -> bool:
         return self.expected != RIGHT
 
 
-def cases(target: Target, E: Tensor) -> list[Case]:
+def cases() -> list[Case]:
+    target, E = permutation_target()
     eagle3, reduced = eagle3_head(target, E), eagle3_head(target, E, reduced=True)
+    orbit = block_target()
+    block, off = block_head(orbit), block_head(orbit)
+    carry(off, from_anchor=True)
     return [
-        Case("EAGLE-1", "eagle1", eagle1_head(target, E)),
-        Case("EAGLE-3, whole vocabulary", "eagle3", eagle3),
-        Case("EAGLE-3, reduced vocabulary", "eagle3", reduced),
-        Case("EAGLE-3, speculators format", "eagle3", eagle3, format="speculators"),
-        Case("EAGLE-3, speculators format, reduced", "eagle3", reduced, format="speculators"),
-        Case("Medusa", "medusa", medusa_head(target, E)),
-        Case("EAGLE-1, halves of fc swapped", "eagle1", eagle1_head(target, E, swapped=True), NOTHING),
-        Case("EAGLE-3, token and feature swapped", "eagle3", eagle3_head(target, E, swapped=True), NOTHING),
-        Case("EAGLE-3, d2t missing", "eagle3", reduced, NOTHING, damage=without_map),
-        Case("EAGLE-3, d2t one off", "eagle3", reduced, NOTHING, damage=stale_map),
-        Case("EAGLE-3, embeddings of its own, one off", "eagle3", eagle3, NOTHING, damage=other_embeddings),
-        Case("Medusa, third head wrong", "medusa", medusa_head(target, E, wrong_third=True), (48, [48, 48, 0])),
+        Case("EAGLE-1", target, eagle1_head(target, E)),
+        Case("EAGLE-3, whole vocabulary", target, eagle3),
+        Case("EAGLE-3, reduced vocabulary", target, reduced),
+        Case("EAGLE-3, speculators format", target, eagle3, format="speculators"),
+        Case("EAGLE-3, speculators format, reduced", target, reduced, format="speculators"),
+        Case("Medusa", target, medusa_head(target, E)),
+        Case("Block", orbit, block),
+        Case("Block, LM head of its own, reduced", orbit, block_head(orbit, own_lm_head=True)),
+        Case("EAGLE-1, halves of fc swapped", target, eagle1_head(target, E, swapped=True), NOTHING),
+        Case("EAGLE-3, token and feature swapped", target, eagle3_head(target, E, swapped=True), NOTHING),
+        Case("EAGLE-3, d2t missing", target, reduced, NOTHING, damage=without_map),
+        Case("EAGLE-3, d2t one off", target, reduced, NOTHING, damage=stale_map),
+        Case("EAGLE-3, embeddings of its own, one off", target, eagle3, NOTHING, damage=other_embeddings),
+        Case("Medusa, third head wrong", target, medusa_head(target, E, wrong_third=True), (48, [48, 48, 0])),
+        Case("Block, each row says the token after its own", orbit, off, NOTHING),
+        Case("Block, MASK missing", orbit, block, NOTHING, without=MASK_FILE),
     ]
 
 
@@ -94,11 +105,12 @@ def other_embeddings(tensors: Tensors) -> None:
     tensors["embed_tokens.weight"] = embeddings().roll(-1, 0)
 
 
-def write_case(case: Case, folder: Path, target: Target, base: Path) -> None:
+def write_case(case: Case, folder: Path, base: Path) -> None:
     """The folder of a case. Our own check reads it back before it is damaged; a head's norms are 1 by construction."""
     folder.mkdir(parents=True)
+    target, kind = case.target, case.head.config.kind
     made = Made(
-        facts={"kind": case.kind, "config": {}, "provenance": {}},
+        facts={"kind": kind, "config": {}, "provenance": {}},
         spec=target.spec,
         format=case.format,
         dtype="float32",
@@ -113,19 +125,24 @@ def write_case(case: Case, folder: Path, target: Target, base: Path) -> None:
         tensors = load_file(folder / WEIGHTS)
         case.damage(tensors)
         save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    if case.without is not None:
+        (folder / case.without).unlink()
 
 
-def write_jobs(root: Path, target: Target, wanted: list[Case]) -> Path:
-    """Target, heads and jobs.json for scripts/vllm_counts.py."""
-    base = root / "target"
-    target.model.save_pretrained(base)
+def write_jobs(root: Path, wanted: list[Case]) -> Path:
+    """Targets, heads and jobs.json for scripts/vllm_counts.py."""
     heads: dict[str, Any] = {}
+    targets: list[Target] = []
     for number, case in enumerate(wanted):
         folder = root / f"head{number}"
-        write_case(case, folder, target, base)
+        if case.target not in targets:
+            targets.append(case.target)
+            case.target.model.save_pretrained(root / f"target{len(targets) - 1}")
+        base = root / f"target{targets.index(case.target)}"
+        write_case(case, folder, base)
         method = "serve" if case.format == "speculators" else speculation(folder, K)["method"]
-        heads[case.name] = {"method": method, "model": str(folder)}
-    jobs = {"target": str(base), "prompts": PROMPTS, "k": K, "new_tokens": NEW_TOKENS, "heads": heads}
+        heads[case.name] = {"method": method, "model": str(folder), "target": str(base)}
+    jobs = {"prompts": PROMPTS, "k": K, "new_tokens": NEW_TOKENS, "heads": heads}
     path = root / "jobs.json"
     path.write_text(json.dumps(jobs), encoding="utf-8")
     return path
@@ -134,12 +151,12 @@ def write_jobs(root: Path, target: Target, wanted: list[Case]) -> Path:
 def judge(case: Case, found: dict[str, Any]) -> tuple[str, bool]:
     """(line of the table, whether it is as it must be): counts, and tokens that are those of the permutation."""
     if "error" in found:
-        return f"{case.name:<40} {found['error']}", False
+        return f"{case.name:<46} {found['error']}", False
     counted = found["drafts"], found["accepted"]
     same = found["tokens"] == [said(prompt) for prompt in PROMPTS]
     ok = counted == case.expected and same
     verdict = "as it must be" if ok else f"WRONG, must be {case.expected}" if same else "WRONG tokens"
-    return f"{case.name:<40} {counted[0]:>6}   {counted[1]!s:<14} {verdict}", ok
+    return f"{case.name:<46} {counted[0]:>6}   {counted[1]!s:<14} {verdict}", ok
 
 
 def said(prompt: list[int]) -> list[int]:
@@ -156,7 +173,7 @@ def report(wanted: list[Case], counts: dict[str, Any]) -> tuple[str, bool]:
         f"{NEW_TOKENS} new tokens",
         "made by: python -m scripts.prove_vllm",
         "",
-        f"{'head':<40} {'rounds':>6}   accepted",
+        f"{'head':<46} {'rounds':>6}   accepted",
     ]
     whole = True
     for wrong in (False, True):
@@ -175,11 +192,10 @@ def main() -> None:
     options = parser.parse_args()
     if shutil.which(options.python) is None:
         sys.exit(f"error: --python {options.python}: no such program; `make vllm` makes .venv-vllm")
-    target, E = permutation_target()
-    wanted = cases(target, E)
+    wanted = cases()
     with tempfile.TemporaryDirectory() as place:
         root = Path(place)
-        jobs, result = write_jobs(root, target, wanted), root / "counts.json"
+        jobs, result = write_jobs(root, wanted), root / "counts.json"
         command = [options.python, str(Path(__file__).with_name("vllm_counts.py")), str(jobs), str(result)]
         # its standard output is progress and goes to standard error: ours is the table
         ran = subprocess.run(command, stdout=2, env={**os.environ, "PYTHONPATH": ""})

@@ -14,7 +14,7 @@ from huggingface_hub.hf_api import RepoFile
 from heads.hub_client import attempt, checksum
 
 # Files that exports of any format write: those of an earlier format go when another one is pushed over it.
-OURS = {"config.json", "model.safetensors", "head.json", "head.safetensors", "manifest.json"}
+OURS = {"config.json", "model.safetensors", "mask_embedding.pt", "head.json", "head.safetensors", "manifest.json"}
 
 
 def push(folder: Path, repo: str, revision: str | None = None, private: bool = True) -> str:

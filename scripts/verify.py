@@ -147,7 +147,8 @@ def is_widened(written: Any, head: Any) -> bool:
 
     Such heads borrow the target's LM head; the others have rows of their own for their ids, and keep their map.
     """
-    return head.config.kind in ("medusa", "eagle1") and written.draft_vocab_size > head.draft_vocab_size
+    borrows = head.config.kind in ("medusa", "eagle1") or (head.config.kind == "block" and head.lm_head is None)
+    return borrows and written.draft_vocab_size > head.draft_vocab_size
 
 
 def compare(written: Any, rounded: Any, head: Any, inputs: HeadInput) -> float:

@@ -2,9 +2,9 @@
 
     .venv-vllm/bin/python scripts/vllm_counts.py jobs.json counts.json
 
-jobs.json: {"target": folder, "prompts": [[ids]], "k": 3, "new_tokens": 48, "heads": {name: {"method", "model"}}}, where
-method "serve" is a folder that names its target itself, as `vllm serve FOLDER` takes it. counts.json: {"version": of
-vLLM, "heads": {name: {"drafts", "accepted" [k], "tokens" [[ids]]} or {"error": text}}}.
+jobs.json: {"prompts": [[ids]], "k": 3, "new_tokens": 48, "heads": {name: {"method", "model", "target"}}}, where method
+"serve" is a folder that names its target itself, as `vllm serve FOLDER` takes it. counts.json: {"version": of vLLM,
+"heads": {name: {"drafts", "accepted" [k], "tokens" [[ids]]} or {"error": text}}}.
 
 It imports nothing of ours: the two environments never meet.
 """
@@ -31,15 +31,16 @@ DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted
 def counts(jobs: dict[str, Any], head: dict[str, Any]) -> dict[str, Any]:
     """An engine of its own for each head: its counters start at 0."""
     alone = head["method"] == "serve"
+    speculative = {"method": head["method"], "model": head["model"], "num_speculative_tokens": jobs["k"]}
     engine = vllm.LLM(
-        model=head["model"] if alone else jobs["target"],
+        model=head["model"] if alone else head["target"],
         dtype="float32",
         enforce_eager=True,
         skip_tokenizer_init=True,
         disable_log_stats=False,
         enable_prefix_caching=False,
         max_model_len=128,
-        speculative_config=None if alone else {**head, "num_speculative_tokens": jobs["k"]},
+        speculative_config=None if alone else speculative,
     )
     try:
         sampling = vllm.SamplingParams(

@@ -6,6 +6,7 @@ from typing import Any
 
 from scripts import write_eagle1, write_eagle3
 from scripts.layouts import ExportError, Layout, Made, cast
+from scripts.write_block import dflash_layout
 from scripts.write_medusa import medusa_layout
 
 Writer = Callable[[Any, Made], Layout]
@@ -15,11 +16,11 @@ _MTP = (
     "engines run MTP modules only inside the checkpoint of a model that was pretrained with one (DeepSeek-V3, "
     "Qwen3-Next, MiMo): none loads one for another target"
 )
-_BLOCK = (
-    "the engine that serves block heads, vLLM, reads them as DFlash folders, which hold no feature of the target in "
-    "the residual (head.residual_feature); such folders are not written here, also for heads trained without it"
+_BLOCK = "of the engines, vLLM serves block heads, as DFlash folders: use format=vllm"
+_MLP = (
+    "engines read an embedding table for each head of an MLP speculator, where this head projects the target's "
+    "embeddings, and vLLM 0.32 has them switched off"
 )
-_MLP = "engines read an embedding table for each head of an MLP speculator; this head projects the target's embeddings"
 _LSTM = "no engine that is supported here serves LSTM speculators (Arctic Inference, a plugin of vLLM, has its own)"
 _NATIVE = "use format=native to share it for drafthead itself, or train an EAGLE-3 head"
 _ONLY_EAGLE3 = "the speculators format is written for EAGLE-3 alone: use format=vllm or sglang"
@@ -46,7 +47,7 @@ LAYOUTS: dict[str, dict[str, Writer | str]] = {
         "speculators": f"{_MEDUSA}, in its own format: use format=vllm",
     },
     "mtp": _none(_MTP),
-    "block": _none(_BLOCK),
+    "block": {"vllm": dflash_layout, "sglang": _BLOCK, "speculators": _BLOCK},
     "mlp": _none(_MLP),
     "lstm": _none(_LSTM),
 }

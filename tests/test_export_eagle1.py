@@ -154,7 +154,7 @@ def test_a_head_of_every_kind_goes_out_and_comes_back_in_our_own_format(
 
 
 @pytest.mark.parametrize("format", ["vllm", "sglang", "speculators"])
-@pytest.mark.parametrize("kind", ["mtp", "block", "mlp", "lstm"])
+@pytest.mark.parametrize("kind", ["mtp", "mlp", "lstm"])
 def test_heads_that_no_engine_serves_are_refused_with_the_reason(
     tmp_path: Path, loaded: Loaded, kind: str, format: str
 ) -> None:

@@ -18,13 +18,12 @@ from scripts.permutation import NEW_TOKENS, PROMPTS, K, eagle1_head, permutation
 from scripts.prove_vllm import Case, cases, report, said, write_case
 from scripts.verify import verify
 
-World = tuple[Target, list[Case]]
+World = list[Case]
 
 
 @pytest.fixture(scope="module")
 def world() -> World:
-    target, E = permutation_target()
-    return target, cases(target, E)
+    return cases()
 
 
 def counted(target: Target, head: Any) -> tuple[int, list[int]]:
@@ -36,27 +35,25 @@ def counted(target: Target, head: Any) -> tuple[int, list[int]]:
 
 
 def test_our_own_loop_counts_in_the_written_folders_what_vllm_must(world: World, tmp_path: Path) -> None:
-    target, wanted = world
-    for number, case in enumerate(case for case in wanted if case.damage is None):
+    for number, case in enumerate(case for case in world if case.damage is None):
         folder = tmp_path / str(number)
-        write_case(case, folder, target, tmp_path / "target")
-        assert counted(target, load(folder, target=target)) == case.expected, case.name
+        write_case(case, folder, tmp_path / "target")
+        assert counted(case.target, load(folder, target=case.target)) == case.expected, case.name
 
 
 def test_folders_that_vllm_misreads_are_caught_by_the_export(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, wanted = world
-    damaged = [case for case in wanted if case.damage is not None]
+    damaged = [case for case in world if case.damage is not None]
     assert len(damaged) == 3
     checked: list[tuple[Path, Any, Any, Target]] = []
     monkeypatch.setattr(prove_vllm, "verify", lambda *args, **more: checked.append(args))
     for number, case in enumerate(damaged):
-        write_case(case, tmp_path / str(number), target, tmp_path / "target")
+        write_case(case, tmp_path / str(number), tmp_path / "target")
         with pytest.raises(ExportError, match="d2t|embed_tokens"):
             verify(*checked[-1], untrained=True)
-    sound = next(case for case in wanted if case.damage is None)
-    write_case(sound, tmp_path / "sound", target, tmp_path / "target")
+    sound = next(case for case in world if case.damage is None)
+    write_case(sound, tmp_path / "sound", tmp_path / "target")
     assert verify(*checked[-1], untrained=True) == 0
 
 
@@ -67,9 +64,9 @@ def counts(wanted: list[Case], **changed: Any) -> dict[str, Any]:
 
 
 def test_every_count_must_be_as_it_must_be(world: World) -> None:
-    _, wanted = world
+    wanted = world
     text, whole = report(wanted, counts(wanted))
-    assert whole and text.count("as it must be") == len(wanted) == 12
+    assert whole and text.count("as it must be") == len(wanted) == 16
     tokens = [said(prompt) for prompt in PROMPTS]
     for wrong, words in [
         ({"drafts": 141, "accepted": [0, 0, 0], "tokens": tokens}, "WRONG, must be (36, [36, 36, 36])"),
@@ -92,16 +89,15 @@ def test_the_command_ends_with_the_verdict(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A program stands in for vLLM's Python: it copies counts to where they are wanted."""
-    _, wanted = world
     program, table = tmp_path / "python", tmp_path / "table.txt"
     program.write_text(f'#!/bin/sh\ncp {tmp_path / "counts.json"} "$3"\n')
     program.chmod(0o755)
     monkeypatch.setattr(sys, "argv", ["prove", "--python", str(program), "--out", str(table)])
-    monkeypatch.setattr(prove_vllm, "write_jobs", lambda root, target, wanted: root / "jobs.json")
-    (tmp_path / "counts.json").write_text(json.dumps(counts(wanted)))
+    monkeypatch.setattr(prove_vllm, "write_jobs", lambda root, wanted: root / "jobs.json")
+    (tmp_path / "counts.json").write_text(json.dumps(counts(world)))
     prove_vllm.main()
     assert table.read_text() == capsys.readouterr().out and str(tmp_path) not in table.read_text()
-    (tmp_path / "counts.json").write_text(json.dumps(counts(wanted, Medusa={"error": "no"})))
+    (tmp_path / "counts.json").write_text(json.dumps(counts(world, Medusa={"error": "no"})))
     with pytest.raises(SystemExit, match="a count is not what it must be"):
         prove_vllm.main()
     (tmp_path / "counts.json").unlink()
@@ -115,7 +111,7 @@ def test_the_command_ends_with_the_verdict(
 def test_the_table_in_the_repository_has_every_head(world: World, root: Path) -> None:
     table = root / "docs/proofs/vllm_permutation.txt"
     text = table.read_text()
-    assert [case.name for case in world[1] if case.name not in text] == []
+    assert [case.name for case in world if case.name not in text] == []
     assert "WRONG" not in text
 
 
