@@ -66,7 +66,13 @@ def read(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], spec:
     }  # fmt: skip
     mask = read_mask(folder, dflash)
     if mask is None:
-        return Parts(settings, spec, named, borrowed, mask_id=size(dflash, "mask_token_id", folder))
+        mask_id = dflash.get("mask_token_id")
+        if not isinstance(mask_id, int) or not 0 <= mask_id < spec.vocab_size:
+            raise ValueError(
+                f"{folder}/config.json: dflash_config.mask_token_id={mask_id!r} must be an id of the target, below "
+                f"{spec.vocab_size}: its embedding is MASK, since there is no {MASK_FILE}"
+            )
+        return Parts(settings, spec, named, borrowed, mask_id=mask_id)
     return Parts(settings, spec, {**named, "mask_embedding": mask}, borrowed)
 
 

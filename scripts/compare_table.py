@@ -3,9 +3,9 @@
     python -m scripts.compare_table outputs compare             # outputs/eval/compare and the runs it names
     python -m scripts.compare_table outputs --runs eagle3 eagle3-random
 
-Measured: tokens per pass (tau), joint position acceptance, milliseconds of a draft step, speed over plain decoding one
-prompt at a time. Replayed: the training log's held-out figures, tau of greedy rounds over the target's own text, and
-alpha, the overlap sum_x min(p, q) at temperature 1, over every held-out slot.
+Measured: tokens per pass (tau), joint position acceptance, milliseconds of drafting a round, speed over plain
+decoding one prompt at a time. Replayed: the training log's held-out figures, tau of greedy rounds over the target's own
+text, and alpha, the overlap sum_x min(p, q) at temperature 1, over every held-out slot.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def measured(folder: Path) -> str:
         for method in dict.fromkeys(r["method"] for r in here):
             own = [r for r in here if r["method"] == method]
             most, alone = max(own, key=lambda r: r["prompts"]), next((r for r in own if r["concurrency"] == 1), None)
-            step = cost["draft_step_s"].get(method)
+            drafting = None if method not in cost["draft_step_s"] else round_s(cost, method, most["k"])
             body.append(
                 [
                     f"{temperature:g}",
@@ -62,12 +62,17 @@ def measured(folder: Path) -> str:
                     f"{most['acceptance_length']:.3f}",
                     _cells(most["position_acceptance_joint"]),
                     f"{most['acceptance_rate']:.3f}",
-                    "–" if step is None else f"{1e3 * step:.2f} ms ({step / one:.2f})",
+                    "–" if drafting is None else f"{1e3 * drafting:.1f} ms ({drafting / one:.2f})",
                     "–" if alone is None or not alone["speedup_decode"] else f"{alone['speedup_decode']:.2f}×",
                 ]
             )
-    head = ["T", "head", "prompts", "tau", "joint acceptance 1..k", "drafts kept", "a draft step (of a target pass)"]
+    head = ["T", "head", "prompts", "tau", "joint acceptance 1..k", "drafts kept", "drafting a round (of a pass)"]
     return _table([*head, "speed, one by one"], body)
+
+
+def round_s(cost: dict[str, Any], method: str, k: int) -> float:
+    """Seconds of drafting k tokens: what a round costs once, and each step of it."""
+    return float(cost["draft_fixed_s"].get(method, 0.0) + k * cost["draft_step_s"][method])
 
 
 def replayed(outputs: Path, names: Sequence[str]) -> str:

@@ -9,7 +9,8 @@ R E[u] with R a rotation of their number, and attention head r of the only layer
     values of the anchor row: its token; output of head r: R^(r-1), read by the LM head as perm^r
     the context (features are zeroed) scores 0 and carries nothing
 
-Ids that are never said have an embedding of 0; id 0, which ends an answer, stands for MASK in a DFlash folder.
+Of the ids that are never said, id 0 ends an answer and stands for MASK in a DFlash folder; where that has no vector of
+its own, id 0 reads as the first token that is said, and nearly every draft is wrong. The others have an embedding of 0.
 """
 
 import dataclasses
@@ -54,6 +55,7 @@ def block_target() -> Target:
     for _ in SAID:
         E[token, :D], E[token, MARK] = at.float(), 1.0
         token, at = int(perm[token]), R @ at
+    E[0] = E[SAID[0]]
     with torch.no_grad():
         for layer in target.layers:
             layer.self_attn.o_proj.weight.zero_()  # type: ignore[union-attr,operator]
@@ -61,6 +63,7 @@ def block_target() -> Target:
         target.norm.weight.fill_(1.0)  # type: ignore[operator]
         target.model.get_input_embeddings().weight.copy_(E)
         target.head.weight.copy_(E[permutation(-1)])
+        target.head.weight[0] = 0.0
     target.eos_ids = frozenset()
     return target
 
@@ -85,6 +88,7 @@ def block_head(target: Target, from_anchor: bool = False, **settings: Any) -> Bl
     return head
 
 
+@torch.no_grad()
 def carry(head: Block, from_anchor: bool) -> None:
     """Weights by which row r says perm^r of the anchor, or with `from_anchor` perm^(r + 1)."""
     attention, R, far = head.layers[0].self_attn, rotation().float(), D // 2 - 1
