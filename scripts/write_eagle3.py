@@ -9,6 +9,7 @@ Read in vLLM 0.32 / 0.33 and SGLang 0.5.23.
 
 import torch
 
+from heads.base import Head
 from heads.eagle3 import Eagle3
 from heads.read_eagle3 import FLAGS, TAPS
 from scripts.layouts import ExportError, Layout, Made, cast
@@ -103,7 +104,7 @@ def check_taps(head: Eagle3, layers: int, sglang: bool) -> None:
         )
 
 
-def check_map(head: Eagle3) -> None:
+def check_map(head: Head) -> None:
     """The draft ids must be distinct target ids in ascending order, and t2d the same set."""
     ids = head.to_target(torch.arange(head.draft_vocab_size))
     inside = bool(((ids >= 0) & (ids < head.vocab_size)).all())

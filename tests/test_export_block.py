@@ -83,9 +83,9 @@ def test_an_engine_that_reads_the_files_drafts_what_the_trained_head_drafts(
     ids, slot = tokens(1, 12, vocab_size=200), 9
     ours = torch.cat(drafted_logits(target, head, ids, slot))
     taps = [i + 1 for i in config_of(out)["dflash_config"]["target_layer_ids"]]
-    theirs = by_the_format(
-        out, target.forward(ids, taps=taps).taps[0, : slot + 1], target.embed(ids)[0, slot + 1], target.lm_head()[0]
-    )
+    states = target.forward(ids, taps=taps).taps
+    assert states is not None
+    theirs = by_the_format(out, states[0, : slot + 1], target.embed(ids)[0, slot + 1], target.lm_head()[0])
     assert float((ours - theirs).abs().max()) < 1e-4 and float(ours.std()) > 0.5
 
 
