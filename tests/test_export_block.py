@@ -243,6 +243,12 @@ def test_a_damaged_mask_and_a_missing_tensor_are_named(tmp_path: Path, loaded: L
     (out / "mask_embedding.pt").write_bytes(b"no pickle")
     with pytest.raises(ValueError, match="mask_embedding.pt: holds no vector of MASK"):
         load(out, target=loaded[0])
+    (out / "mask_embedding.pt").unlink()
+    config = config_of(out)
+    config["dflash_config"]["mask_token_id"] = 999
+    folder_of(out, config, load_file(out / "model.safetensors"))
+    with pytest.raises(ValueError, match="mask_token_id=999 must be an id of the target, below 263"):
+        load(out, target=loaded[0])
     out = exported(tmp_path, loaded, head_of(loaded), "more")
     tensors = load_file(out / "model.safetensors")
     del tensors["layers.1.mlp.up_proj.weight"]

@@ -10,6 +10,8 @@ import torch
 from elsewhere import Loaded, eagle3_config, eagle3_tensors, folder_of, loadable_target
 from hub_place import pointed_at_a_hub
 from hub_server import TOKEN, HubServer, Repo
+from test_export_formats import exported
+from tiny_heads import tiny_head
 from toys import eagle3, largest_gap, weights
 
 from eval import __main__ as evaluation
@@ -54,6 +56,15 @@ def test_published_heads_load_by_id_branch_and_commit(hub: HubServer, loaded: Lo
         assert largest_gap(weights(load(source, target=loaded[0])), weights(published)) == 0.0
     assert not [line for line in hub.asked if "video" in line or "README" in line], "only what a head needs"
     assert origin(REPO) == {"imported": REPO, "commit": commit}
+
+
+def test_the_file_beside_a_block_heads_tensors_comes_along(hub: HubServer, tmp_path: Path, loaded: Loaded) -> None:
+    settings = {"from_anchor": False, "residual_feature": False, "init": "random"}
+    head = tiny_head("block", loaded[0], wide=True, **settings)
+    out = exported(tmp_path, loaded, head)
+    hub.repos[REPO] = Repo()
+    hub.repos[REPO].commit("main", {path.name: path.read_bytes() for path in out.iterdir()})
+    assert largest_gap(weights(load(REPO, target=loaded[0])), weights(head)) == 0.0
 
 
 def test_what_was_loaded_once_is_there_without_the_network(
