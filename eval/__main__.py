@@ -97,7 +97,9 @@ def compare(
     folder = Path(settings.outputs) / "eval" / settings.name
     name = f"{target.spec.name}@{target.spec.revision} {target.spec.dtype}"
     source = {"target": name, **provenance}
-    claim(folder, measured(settings, source))
+    # records of other threads or another device would make speeds of no one machine
+    place = {"threads": torch.get_num_threads(), "device": str(target.device)}
+    claim(folder, measured(settings, {**source, **place}))
     # packing for speed takes a head's weights out of reach of its training form, which the prediction needs
     known = Measured(settings, target, heads, texts(data, chosen))
     bench = Bench(settings, target, copy.deepcopy(heads), chosen, known)

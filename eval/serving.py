@@ -62,7 +62,7 @@ def serve(settings: EvalSettings) -> list[dict[str, Any]]:
         "heads": {name: origin(place) for name, place in folders.items()},
         "backend": settings.backend,
     }
-    claim(folder, measured(settings, source))
+    claim(folder, measured(settings, {**source, "threads": settings.threads}))
     file = RecordFile(folder / "records.jsonl")
     counted = True
     for method in ([] if settings.serving.url or not settings.serving.plain else ["plain"]) + settings.methods:

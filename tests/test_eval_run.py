@@ -160,6 +160,18 @@ def test_an_output_folder_that_cannot_be_written_is_one_clear_error(tmp_path: Pa
         records.claim(tmp_path / "eval" / "default", {})
 
 
+def test_a_run_does_not_go_on_with_other_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain decoding timed on one and a method on the other would be compared with each other."""
+    no_report(monkeypatch)
+    target = tiny_target(layers=4)
+    wanted = settings(tmp_path, methods=["lookup"])
+    compare(wanted, target, {}, rows_of_data(), {})
+    compare(wanted, target, {}, rows_of_data(), {})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    with pytest.raises(ValueError, match="holds records made with another threads: choose another name="):
+        compare(wanted, target, {}, rows_of_data(), {})
+
+
 def test_a_damaged_record_names_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "records.jsonl").write_text("{}x\n")
     with pytest.raises(ValueError, match="records.jsonl:1"):
