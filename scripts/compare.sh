@@ -35,15 +35,27 @@ head lstm "${lstm[@]}"
 head block "${block[@]}"
 head hass "${eagle1[@]}" head.train_steps=4
 
-# where the heads start, and the loss that is the acceptance at T = 1 itself
+# the loss that is the acceptance at T = 1 itself
 head eagle3-alpha "${eagle3[@]}" 'train.loss.terms={neg_log_alpha: 1.0}'
+
+# the block head in the form that vLLM serves, the paper's: row 0 drafts nothing, no feature in the residual
+head block-served "${block[@]}" head.init=random head.residual_feature=false head.from_anchor=false head.block_size=5
+
+# where the heads start; docs/comparison.md compares these at step 302
 head eagle3-random "${eagle3[@]}" head.init=random
 head eagle3-target "${eagle3[@]}" head.init=target
-head block-random "${block[@]}" head.init=random head.residual_feature=false
 head block-target "${block[@]}" head.init=target
 head eagle1-target "${eagle1[@]}" head.init=target
 head mtp-target "${mtp[@]}" head.init=target
 head mlp-target "${mlp[@]}" head.init=target
 head lstm-target "${lstm[@]}" head.init=target
 
+# the two leading heads on twice as many tokens
+stage data experiment=compare/more
+stage data experiment=compare/data2
+twice=("dataset=$outputs/data/compare2" target.dtype=bfloat16 train.steps=STEPS train.eval_every=HALF train.save_every=HALF)
+head eagle3-2x "${eagle3[@]}" "${twice[@]}"
+head mtp-2x "${mtp[@]}" "${twice[@]}"
+
 stage eval experiment=compare/eval
+stage eval experiment=compare/variants

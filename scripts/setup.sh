@@ -47,6 +47,9 @@ elif ! is_new_enough "$venv/bin/python"; then
   exit 1
 fi
 
+# `python -m venv` that was interrupted leaves a python without pip
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip >/dev/null
+
 install=("$venv/bin/python" -m pip install --disable-pip-version-check --constraint "$root/constraints.txt")
 # A person sees what is being fetched; a log keeps the errors only.
 [ -t 1 ] || install+=(-qq)

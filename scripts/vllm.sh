@@ -31,6 +31,8 @@ elif [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
   fi
   echo "vllm: installing $wanted into .venv-vllm (several minutes)"
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+  # `python -m venv` that was interrupted leaves a python without pip
+  "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip >/dev/null
   "$venv/bin/python" -m pip install --disable-pip-version-check -q "$wanted"
   # Built against another torch than the CPU one: transformers fails to import beside them.
   "$venv/bin/python" -m pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec
