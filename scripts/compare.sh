@@ -53,7 +53,7 @@ head lstm-target "${lstm[@]}" head.init=target
 # the two leading heads on twice as many tokens
 stage data experiment=compare/more
 stage data experiment=compare/data2
-twice=("dataset=$outputs/data/compare2" target.dtype=bfloat16 train.steps=STEPS train.eval_every=HALF train.save_every=HALF)
+twice=("dataset=$outputs/data/compare2" target.dtype=bfloat16 train.steps=1288 train.eval_every=644 train.save_every=644)
 head eagle3-2x "${eagle3[@]}" "${twice[@]}"
 head mtp-2x "${mtp[@]}" "${twice[@]}"
 

@@ -3,9 +3,10 @@
     python -m scripts.compare_table outputs compare             # outputs/eval/compare and the runs it names
     python -m scripts.compare_table outputs --runs eagle3 eagle3-random
 
-Measured: tokens per pass (tau), joint position acceptance, milliseconds of drafting a round, speed over plain
-decoding one prompt at a time. Replayed: the training log's held-out figures, tau of greedy rounds over the target's own
-text, and alpha, the overlap sum_x min(p, q) at temperature 1, over every held-out slot.
+Measured: tokens per pass (tau), joint position acceptance, milliseconds of drafting a round, the tau above which rounds
+of k drafts pay (a pass over k + 1 tokens and the drafting, in passes over one token), speed over plain decoding one by
+one. Replayed: the training log's held-out figures, tau of greedy rounds over the target's own text, and alpha, the
+overlap sum_x min(p, q) at temperature 1, over every held-out slot.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def _table(head: list[str], body: list[list[str]]) -> str:
 def measured(folder: Path) -> str:
     """One line per method and temperature: many prompts where they were decoded in batches, speed one by one."""
     rows = [r for r in _json(folder / "rows.json") if r["route"] == "all" and not r["sweep"]]
-    cost = _json(folder / "cost.json")
+    cost, heads = _json(folder / "cost.json"), _json(folder / "manifest.json")["heads"]
     one = cost["target_pass_s"]["1"]
     body = []
     for temperature in sorted({r["temperature"] for r in rows}):
@@ -53,7 +54,8 @@ def measured(folder: Path) -> str:
         for method in dict.fromkeys(r["method"] for r in here):
             own = [r for r in here if r["method"] == method]
             most, alone = max(own, key=lambda r: r["prompts"]), next((r for r in own if r["concurrency"] == 1), None)
-            drafting = None if method not in cost["draft_step_s"] else round_s(cost, method, most["k"])
+            drafting = round_s(cost, method, most["k"]) if method in cost["draft_step_s"] else 0.0
+            pays = (cost["target_pass_s"][str(most["k"] + 1)] + drafting) / one if method in heads else None
             body.append(
                 [
                     f"{temperature:g}",
@@ -62,11 +64,13 @@ def measured(folder: Path) -> str:
                     f"{most['acceptance_length']:.3f}",
                     _cells(most["position_acceptance_joint"]),
                     f"{most['acceptance_rate']:.3f}",
-                    "–" if drafting is None else f"{1e3 * drafting:.1f} ms ({drafting / one:.2f})",
+                    f"{1e3 * drafting:.1f} ms ({drafting / one:.2f})",
+                    "–" if pays is None else f"{pays:.2f}",
                     "–" if alone is None or not alone["speedup_decode"] else f"{alone['speedup_decode']:.2f}×",
                 ]
             )
     head = ["T", "head", "prompts", "tau", "joint acceptance 1..k", "drafts kept", "drafting a round (of a pass)"]
+    head += ["tau that pays"]
     return _table([*head, "speed, one by one"], body)
 
 
