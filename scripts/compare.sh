@@ -55,7 +55,7 @@ stage data experiment=compare/more
 stage data experiment=compare/data2
 twice=("dataset=$outputs/data/compare2" target.dtype=bfloat16 train.steps=1288 train.eval_every=644 train.save_every=644)
 head eagle3-2x "${eagle3[@]}" "${twice[@]}"
-head mtp-2x "${mtp[@]}" "${twice[@]}"
+head mlp-2x "${mlp[@]}" "${twice[@]}"
 
 stage eval experiment=compare/eval
 stage eval experiment=compare/variants
