@@ -39,3 +39,12 @@ def size(config: dict[str, Any], key: str, folder: Path) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{folder}/config.json: {key}={value!r} must be a positive whole number")
     return value
+
+
+def check_sizes(folder: Path, H: int, V: int, spec: TargetSpec) -> None:
+    """Raises ValueError when a head of hidden size H and V ids is for another target than `spec`."""
+    if (H, V) != (spec.hidden_size, spec.vocab_size):
+        raise ValueError(
+            f"{folder}: this head is for a target of hidden size {H} and {V} ids, {spec.name!r} has "
+            f"{spec.hidden_size} and {spec.vocab_size}"
+        )

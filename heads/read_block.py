@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.parts import Parts, size, unknown_target
+from heads.parts import Parts, check_sizes, size, unknown_target
 from heads.read_eagle3 import vocabulary
 from heads.read_layer import own_sizes, read_layer, sizes
 from heads.spec import TargetSpec, check_taps
@@ -49,11 +49,7 @@ def read(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], spec:
     if spec is None:
         facts = {"num_kv_heads": layer.num_key_value_heads, "num_layers": taps[-1] + 1, **sizes(layer)}
         spec = unknown_target(folder, hidden_size=H, vocab_size=layer.vocab_size, **facts)
-    if (H, layer.vocab_size) != (spec.hidden_size, spec.vocab_size):
-        raise ValueError(
-            f"{folder}: this head is for a target of hidden size {H} and {layer.vocab_size} ids, {spec.name!r} has "
-            f"{spec.hidden_size} and {spec.vocab_size}"
-        )
+    check_sizes(folder, H, layer.vocab_size, spec)
     check_taps(taps, spec.num_layers, f"{folder}/config.json: dflash_config.target_layer_ids + 1")
     own = "lm_head.weight" in named
     D = len(named["lm_head.weight"]) if own else spec.vocab_size

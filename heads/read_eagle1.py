@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.parts import Parts, unknown_target
+from heads.parts import Parts, check_sizes, unknown_target
 from heads.read_layer import our_names, own_sizes, read_layer, sizes
 from heads.spec import TargetSpec
 
@@ -38,11 +38,7 @@ def read(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], spec:
     if spec is None:
         facts = {"num_kv_heads": layer.num_key_value_heads, **sizes(layer)}
         spec = unknown_target(folder, hidden_size=H, vocab_size=layer.vocab_size, **facts)
-    if (H, layer.vocab_size) != (spec.hidden_size, spec.vocab_size):
-        raise ValueError(
-            f"{folder}: this head is for a target of hidden size {H} and {layer.vocab_size} ids, {spec.name!r} has "
-            f"{spec.hidden_size} and {spec.vocab_size}"
-        )
+    check_sizes(folder, H, layer.vocab_size, spec)
     V = spec.vocab_size
     named |= {"d2t": torch.zeros(V, dtype=torch.int64), "t2d": torch.ones(V, dtype=torch.bool)}
     settings: dict[str, Any] = {"kind": "eagle1", "draft_vocab_size": None, "layer": own_sizes(layer, spec) or None}

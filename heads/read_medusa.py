@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.parts import Parts, size, unknown_target
+from heads.parts import Parts, check_sizes, size, unknown_target
 from heads.spec import TargetSpec
 
 _NAME = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
@@ -44,12 +44,7 @@ def read(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], spec:
     if spec is None:
         V = size(config, "vocab_size", folder) if rows is None else len(rows)
         spec = unknown_target(folder, config.get("base_model_name_or_path"), hidden_size=H, vocab_size=V)
-    if spec.hidden_size != H or (rows is not None and len(rows) != spec.vocab_size):
-        V = spec.vocab_size if rows is None else len(rows)
-        raise ValueError(
-            f"{folder}: this head is for a target of hidden size {H} and {V} ids, {spec.name!r} has "
-            f"{spec.hidden_size} and {spec.vocab_size}"
-        )
+    check_sizes(folder, H, spec.vocab_size if rows is None else len(rows), spec)
     V = spec.vocab_size
     named |= {"d2t": torch.zeros(V, dtype=torch.int64), "t2d": torch.ones(V, dtype=torch.bool)}
     settings = {"kind": "medusa", "num_heads": K, "num_layers": blocks, "shared_lm_head": shared}

@@ -40,22 +40,26 @@ def embeddings() -> Tensor:
 
 def permutation_target() -> tuple[Target, Tensor]:
     """(target, its embedding rows E [V, H])."""
-    torch.manual_seed(0)
-    # one attention head: with several, another token's slice may match better than the token's own
-    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 4}
-    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False}
-    sizes = {"vocab_size": V, "hidden_size": H, "intermediate_size": 2 * H, "max_position_embeddings": 256}
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads, **ends))
-    target = Target(model, name="permutation")
     E = embeddings()
+    # one attention head: with several, another token's slice may match better than the token's own
+    return speaking(E, num_attention_heads=1, num_key_value_heads=1), E
+
+
+def speaking(E: Tensor, **sizes: int | None) -> Target:
+    """A target of 4 layers that add nothing, with embeddings E [V, H] and an LM head that reads E[u] as perm(u)."""
+    torch.manual_seed(0)
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False}
+    shape = {"vocab_size": V, "hidden_size": E.shape[1], "intermediate_size": 2 * E.shape[1], "num_hidden_layers": 4}
+    config = LlamaConfig(**{**shape, **ends, "max_position_embeddings": 256, **sizes})
+    target = Target(AutoModelForCausalLM.from_config(config), name="permutation")
     with torch.no_grad():
         for layer in target.layers:
             layer.self_attn.o_proj.weight.zero_()  # type: ignore[union-attr,operator]
             layer.mlp.down_proj.weight.zero_()  # type: ignore[union-attr,operator]
-        model.get_input_embeddings().weight.copy_(E)
+        target.model.get_input_embeddings().weight.copy_(E)
         target.head.weight.copy_(E[permutation(-1)])
     target.eos_ids = frozenset()
-    return target, E
+    return target
 
 
 def eagle1_head(target: Target, E: Tensor, swapped: bool = False) -> Eagle1:

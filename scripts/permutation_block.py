@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from heads.block import Block, BlockConfig
 from heads.target import Target
-from scripts.permutation import SAID, K, V, permutation
+from scripts.permutation import SAID, K, V, permutation, speaking
 
 H, D = 64, 32  # width; of the orbit and of an attention head
 MARK, MASK = 32, 33  # hidden dimensions: 1 for every token; 1 for MASK
@@ -44,27 +43,16 @@ def rotation() -> Tensor:
 
 def block_target() -> Target:
     """Attention and MLP write nothing; E[perm^j(u)] = R^j e, and the LM head reads E[u] as perm(u)."""
-    torch.manual_seed(0)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": D, "num_hidden_layers": 4}
-    ends = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None, "tie_word_embeddings": False}
-    sizes = {"vocab_size": V, "hidden_size": H, "intermediate_size": 2 * H, "max_position_embeddings": 256}
-    target = Target(AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads, **ends)), name="permutation")
-    target.spec = dataclasses.replace(target.spec, eos_ids=(0,))
     E, R, perm = torch.zeros(V, H), rotation(), permutation()
     token, at = SAID[0], torch.tensor([1.0, 0.0] * (D // 2), dtype=torch.float64) / 4
     for _ in SAID:
         E[token, :D], E[token, MARK] = at.float(), 1.0
         token, at = int(perm[token]), R @ at
     E[0] = E[SAID[0]]
+    target = speaking(E, num_attention_heads=4, num_key_value_heads=4, head_dim=D, eos_token_id=0)
+    target.spec = dataclasses.replace(target.spec, eos_ids=(0,))
     with torch.no_grad():
-        for layer in target.layers:
-            layer.self_attn.o_proj.weight.zero_()  # type: ignore[union-attr,operator]
-            layer.mlp.down_proj.weight.zero_()  # type: ignore[union-attr,operator]
-        target.norm.weight.fill_(1.0)  # type: ignore[operator]
-        target.model.get_input_embeddings().weight.copy_(E)
-        target.head.weight.copy_(E[permutation(-1)])
         target.head.weight[0] = 0.0
-    target.eos_ids = frozenset()
     return target
 
 

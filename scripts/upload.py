@@ -12,9 +12,10 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.hf_api import RepoFile
 
 from heads.hub_client import attempt, checksum
+from heads.read_block import MASK_FILE
 
 # Files that exports of any format write: those of an earlier format go when another one is pushed over it.
-OURS = {"config.json", "model.safetensors", "mask_embedding.pt", "head.json", "head.safetensors", "manifest.json"}
+OURS = {"config.json", "model.safetensors", MASK_FILE, "head.json", "head.safetensors", "manifest.json"}
 
 
 def push(folder: Path, repo: str, revision: str | None = None, private: bool = True) -> str:
