@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from heads.hub import write_text
+
 ROOT = Path(__file__).resolve().parents[1]
 WORKS = {
     "regenerate": "answers by the target in process, and the data folder around them",
@@ -39,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     text = "\n".join(lines)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text, encoding="utf-8")
+        write_text(options.out, text)
     print(text)
     return int(any(result["different"] for result in results.values()))
 

@@ -192,6 +192,21 @@ def test_log_lines_after_the_checkpoint_are_cut(tmp_path: Path) -> None:
         Track(tmp_path, "toy", {}, "sometimes")
 
 
+def test_a_log_survives_an_end_while_its_lines_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    track = Track(tmp_path, "toy", {}, "disabled")
+    for step in (1, 2, 3):
+        track.log(step, "train", {"loss": 1.0 / step})
+
+    def killed(path: Path, *_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)  # the last moment at which the old file is all there is
+        with pytest.raises(KeyboardInterrupt):
+            Track(tmp_path, "toy", {}, "disabled", step=2)
+    assert [line["step"] for line in read_log(tmp_path / "log.jsonl")] == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("steps", 0), ("batch_size", 0), ("micro_batch_size", -1), ("predict_k", 0), ("predict_tokens", 1)],

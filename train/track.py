@@ -9,6 +9,8 @@ import os
 from pathlib import Path
 from typing import Any, cast
 
+from heads.hub import write_text
+
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 
 
@@ -21,7 +23,7 @@ class Track:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "log.jsonl"
         lines = [line for line in read_log(self.path) if line["step"] <= step]
-        self.path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))
         self.run = None if wandb_mode == "disabled" else _wandb(folder, name, settings, wandb_mode)
 
     def log(self, step: int, split: str, values: dict[str, Any]) -> None:
