@@ -3,8 +3,7 @@
     g_t   = norm(fc [tap_a(t); tap_b(t); ...])            fused feature of a true slot: extra keys and values of *every*
                                                           layer, k = rope(norm(K g_t)), v = V g_t, at position t
     block = [emb(x_{t+1}), MASK, ..., MASK]               b rows at positions t+1 .. t+b; sees g_0..g_t and, in both
-                                                          directions, itself; with `residual_feature` (not in the
-                                                          paper) P h_t is added to every row
+                                                          directions, itself
     logits = lm_head(norm(block rows after all layers))   the target's own frozen LM head unless `own_lm_head`
 
 Worked example, slot t = 4 (x_5 known, x_6 drafted first), block_size b = 4:
@@ -48,14 +47,13 @@ class BlockConfig:
     kind: str = "block"
     taps: list[int] | None = None  # None: what leaves up to 5 layers, uniform in [1, L - 3]
     num_layers: int = 2  # the paper trains 5 for targets of 4B and 8B
-    block_size: int = 4  # rows of a block; the paper 16, 10 or 8
-    from_anchor: bool = True  # row 0 predicts too; the paper: false
+    block_size: int = 5  # rows of a block; the paper 16, 10 or 8
+    from_anchor: bool = False  # true: row 0 predicts too, which vLLM does not read
     draft_vocab_size: int | None = None
     num_kv_heads: int | None = None  # None: the target's
-    residual_feature: bool = True  # the target's last feature in the residual of every row; the paper has it not
     own_lm_head: bool = False  # train an LM head over the draft vocabulary instead of borrowing the target's rows
     anchors: int | None = None  # slots a step trains of a conversation, drawn at random; None: all; the paper 512
-    init: str = "feature"  # random (paper) | target | feature, see heads/starts.py
+    init: str = "target"  # random (paper) | target, see heads/starts.py
     layer: Any = None  # sizes and RoPE of the layers where they are not the target's (heads.hub.load)
 
 
@@ -103,11 +101,7 @@ class Block(Head):
     uses_cache = True
 
     def __init__(self, config: BlockConfig, spec: TargetSpec, vocab: tuple[Tensor, Tensor] | None = None) -> None:
-        starts.check_init(config.init, starts.BLOCK_STARTS)
-        if config.init == "feature" and not config.residual_feature:
-            raise ValueError(
-                "head.init=feature starts from head.residual_feature=true; use head.init=random without it"
-            )
+        starts.check_init(config.init, starts.TARGET_STARTS)
         for name, least in (("num_layers", 1), ("block_size", 2), ("anchors", 1)):
             if (value := getattr(config, name)) is not None and value < least:
                 raise ValueError(f"head.{name}={value} must be at least {least}")
@@ -122,8 +116,6 @@ class Block(Head):
         self.fc = nn.Linear(len(taps) * H, H, bias=False)
         self.hidden_norm = RMSNorm(H, eps)
         self.mask_embedding = nn.Parameter(0.02 * torch.randn(H))
-        if config.residual_feature:
-            self.embed_norm, self.last_proj = RMSNorm(H, eps), nn.Linear(H, H, bias=False)
         self.layers = nn.ModuleList(BlockLayer(self.layer_config) for _ in range(config.num_layers))
         self.norm = RMSNorm(H, eps)
         self.lm_head = nn.Linear(H, self.draft_vocab_size, bias=False) if config.own_lm_head else None
@@ -152,15 +144,13 @@ class Block(Head):
         g = self.feature(inputs.last, inputs.taps)
         rope = self.rotary(g, inputs.positions)
         context = [layer.self_attn.keys_values(g, *rope) for layer in self.layers]  # type: ignore[union-attr,operator]
-        first, rest = self._inputs(
-            gather_slots(shift(inputs.embeddings, 1), inputs.slots), gather_slots(inputs.last, inputs.slots)
-        )
+        anchors = gather_slots(shift(inputs.embeddings, 1), inputs.slots).to(self.mask_embedding.dtype)
         positions = inputs.positions.gather(1, inputs.slots) + 1
         mask = slot_mask(inputs.slots, inputs.documents)
         (B, T), b = inputs.positions.shape, self.config.block_size
         n = max(1, _SCORES // (B * self.layer_config.num_attention_heads * b * (T + b)))  # blocks at once
-        pieces = zip(first.split(n, 1), rest.split(n, 1), positions.split(n, 1), mask.split(n, 2), strict=True)
-        rows = torch.cat([self._rows(x, y, p, context, m) for x, y, p, m in pieces], dim=1)
+        pieces = zip(anchors.split(n, 1), positions.split(n, 1), mask.split(n, 2), strict=True)
+        rows = torch.cat([self._rows(x, p, context, m) for x, p, m in pieces], dim=1)
         return list(rows[:, :, self.first : self.first + steps].unbind(2))
 
     def new_cache(self, batch: int = 1) -> LayerCache:
@@ -177,15 +167,15 @@ class Block(Head):
     def draft_logits(
         self, last: Tensor, steps: int, cache: LayerCache | None = None, embedding: Tensor | None = None
     ) -> Tensor:
-        """fp32 logits [B, steps, D] after the newest slot: its `last` [B, H], the anchor's `embedding` [B, H].
+        """fp32 logits [B, steps, D] after the newest slot, from the anchor's `embedding` [B, H]; `last` is not read.
 
         Leaves nothing in `cache`.
         """
         assert cache is not None and embedding is not None, "a block head drafts from its context and an anchor"
         held = [cache.read(i) for i in range(len(self.layers))]
         context = [(keys, values) for keys, values, _ in held]
-        first, rest = self._inputs(embedding[:, None], last[:, None])
-        rows = self._rows(first, rest, cache.positions(1).to(first.device), context, held[0][2])
+        anchor = embedding[:, None].to(self.mask_embedding.dtype)
+        rows = self._rows(anchor, cache.positions(1).to(anchor.device), context, held[0][2])
         return self.logits(rows[:, 0, self.first : self.first + steps])
 
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
@@ -196,22 +186,13 @@ class Block(Head):
         assert self._lm_head is not None, "attach(target) first: the LM head is the target's"
         return self._lm_head(hidden)
 
-    def _inputs(self, embeddings: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-        """First row of blocks and what all later rows are, [B, S, H] each, from anchor embeddings and last features."""
-        dtype = self.mask_embedding.dtype
-        first, rest = embeddings.to(dtype), self.mask_embedding.expand(embeddings.shape)
-        if self.config.residual_feature:
-            seed = self.last_proj(last.to(dtype))
-            first, rest = self.embed_norm(first) + seed, rest + seed
-        return first, rest
-
     def _rows(
-        self, first: Tensor, rest: Tensor, positions: Tensor, context: Sequence[tuple[Tensor, Tensor]], mask: Tensor
+        self, anchors: Tensor, positions: Tensor, context: Sequence[tuple[Tensor, Tensor]], mask: Tensor
     ) -> Tensor:
-        """Blocks of inputs [B, S, H], first rows at positions [B, S], mask [B, 1, S, T] -> [B, S, b, H]."""
-        B, S, H = first.shape
+        """Blocks from anchor embeddings [B, S, H] at positions [B, S], mask [B, 1, S, T] -> [B, S, b, H]."""
+        B, S, H = anchors.shape
         b = self.config.block_size
-        x = torch.cat([first[:, :, None], rest[:, :, None].expand(B, S, b - 1, H)], dim=2).flatten(1, 2)
+        x = torch.cat([anchors[:, :, None], self.mask_embedding.expand(B, S, b - 1, H)], dim=2).flatten(1, 2)
         rope = self.rotary(x, (positions[..., None] + torch.arange(b, device=x.device)).flatten(1))
         for layer, (keys, values) in zip(self.layers, context, strict=True):
             x = layer(x, rope, keys, values, mask, b)

@@ -57,7 +57,7 @@ def read(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], spec:
     settings = {
         "kind": "block", "taps": taps, "draft_vocab_size": None if D == spec.vocab_size else D,
         "num_layers": size(config, "num_hidden_layers", folder), "block_size": size(config, "block_size", folder),
-        "from_anchor": bool(dflash.get("sample_from_anchor")), "residual_feature": False, "own_lm_head": own,
+        "from_anchor": bool(dflash.get("sample_from_anchor")), "own_lm_head": own,
         "num_kv_heads": layer.num_key_value_heads, "layer": own_sizes(layer, spec) or None, "init": "random",
     }  # fmt: skip
     mask = read_mask(folder, dflash)

@@ -10,8 +10,6 @@ target      the layer (query, key, value, output, MLP and its norms) is the targ
               block   as many of the target's last layers as it has; fc passes the last tap, whose keys and values in
                       the first layer are then the target's own; MASK is the mean embedding
               mlp, lstm   their own LM head is the target's rows (inner_size = hidden size); the rest stays random
-feature     block only: the residual of every row is the target's last feature and the final norm keeps its scale, so
-            that rows begin as what the LM head makes of it (as Medusa's heads do); the layers are random
 induction   EAGLE-3 only: final norm and LM-head rows are the target's, and attention starts as an in-context bigram:
             the query is the newest token x_{t+1}, the key of slot s is the token x_s (still readable in the lowest
             tap), the value is its successor x_{s+1}. So the head begins by proposing what followed the same token
@@ -28,7 +26,6 @@ import torch
 from torch import Tensor
 
 TARGET_STARTS = ("random", "target")
-BLOCK_STARTS = (*TARGET_STARTS, "feature")
 STARTS = (*TARGET_STARTS, "induction")
 
 _NORM_SCALE = 0.3  # the final norm starts below the target's: unscaled rows start far above the uniform loss
@@ -103,16 +100,11 @@ def block(head: Any, target: Any, ids: Tensor) -> None:
     if head.lm_head is not None:
         head.lm_head.weight.copy_(target.lm_head(head.target_rows())[0])
     H = head.norm.weight.shape[0]
-    if head.config.init == "feature":
-        scale = _scales(target, ids)[0]
-        head.last_proj.weight.copy_(torch.eye(H) / scale)
-        head.norm.weight.fill_(_NORM_SCALE * scale)
-        head.mask_embedding.zero_()
-        return
     sources = target.layers[-len(head.layers) :]
     for layer, source in zip(head.layers, sources, strict=True):
         _copy_layer(layer, source, target, offset=0)
         layer.input_layernorm.weight.copy_(_plain(_part(source, "input_layernorm"), target))
+    for layer, source in zip(head.layers, sources, strict=True):  # all fit: only now the target is run
         _norm_queries_and_keys(layer.self_attn, source, target, ids)
     head.hidden_norm.weight.copy_(head.layers[0].input_layernorm.weight)
     head.fc.weight.zero_()

@@ -38,13 +38,10 @@ head hass "${eagle1[@]}" head.train_steps=4
 # the loss that is the acceptance at T = 1 itself
 head eagle3-alpha "${eagle3[@]}" 'train.loss.terms={neg_log_alpha: 1.0}'
 
-# the block head in the form that vLLM serves, the paper's: row 0 drafts nothing, no feature in the residual
-head block-served "${block[@]}" head.init=random head.residual_feature=false head.from_anchor=false head.block_size=5
-
 # where the heads start; docs/comparison.md compares these at step 302
 head eagle3-random "${eagle3[@]}" head.init=random
 head eagle3-target "${eagle3[@]}" head.init=target
-head block-target "${block[@]}" head.init=target
+head block-random "${block[@]}" head.init=random
 head eagle1-target "${eagle1[@]}" head.init=target
 head mtp-target "${mtp[@]}" head.init=target
 head mlp-target "${mlp[@]}" head.init=target

@@ -61,7 +61,7 @@ def block_head(target: Target, from_anchor: bool = False, **settings: Any) -> Bl
 
     With an LM head of its own it drafts from the ids that are said, a reduced vocabulary.
     """
-    options: dict[str, Any] = {"from_anchor": from_anchor, "residual_feature": False, "init": "random", **settings}
+    options: dict[str, Any] = {"from_anchor": from_anchor, "init": "random", **settings}
     kept = torch.tensor(SAID)
     vocabulary = None
     if options.get("own_lm_head"):

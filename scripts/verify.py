@@ -21,7 +21,7 @@ from scripts.layouts import DTYPES, ExportError, Made, cast
 # Settings of a head that say how it computes, whatever its kind; the others (init, loss steps) are training's.
 COMPUTES = (
     "taps", "num_heads", "num_layers", "shared_lm_head", "norm_before_residual", "norm_before_fc", "fc_norm",
-    "norm_output", "block_size", "from_anchor", "residual_feature", "own_lm_head", "inner_size", "scale_input",
+    "norm_output", "block_size", "from_anchor", "own_lm_head", "inner_size", "scale_input",
     "tie_weights", "tie_embeddings",
 )  # fmt: skip
 STEPS, SLOTS = 3, 48

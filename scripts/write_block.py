@@ -51,11 +51,6 @@ def dflash_layout(head: Block, made: Made) -> Layout:
 
 
 def check_rows(head: Block) -> None:
-    if head.config.residual_feature:
-        raise ExportError(
-            "head.residual_feature=true: DFlash folders hold no feature of the target in the residual; train with "
-            "head.residual_feature=false head.init=random (experiment=paper/dflash), or use format=native"
-        )
     if head.config.from_anchor:
         raise ExportError(
             "head.from_anchor=true: vLLM reads every block as the paper does, row 0 drafting nothing, and would take "

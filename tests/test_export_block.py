@@ -23,7 +23,6 @@ from scripts import convert
 from scripts.convert import ConvertRun
 from scripts.layouts import Layout
 
-SERVED: dict[str, Any] = {"from_anchor": False, "residual_feature": False, "init": "random", "block_size": 5}
 DRAFT = [2, 3, 5, 8, 13]
 
 
@@ -33,7 +32,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
 
 
 def head_of(loaded: Loaded, **settings: Any) -> Any:
-    return tiny_head("block", loaded[0], wide=True, **{**SERVED, **settings})
+    return tiny_head("block", loaded[0], wide=True, **settings)
 
 
 def by_the_format(out: Path, taps: Tensor, anchor: Tensor, lm_head: Tensor) -> Tensor:
@@ -123,7 +122,6 @@ def test_vllm_is_asked_for_as_many_drafts_as_the_block_has(tmp_path: Path, loade
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"residual_feature": True}, "head.residual_feature=true: DFlash folders hold no feature of the target"),
         ({"from_anchor": True}, "head.from_anchor=true: vLLM reads every block as the paper does"),
         ({"taps": [0, 2]}, r"taps \[0, 2\] hold 0, the embeddings: .*; train with taps from 1 to 5"),
         ({"taps": [2, 6]}, r"taps \[2, 6\] hold 6, the state after the last layer"),

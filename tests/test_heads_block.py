@@ -42,7 +42,6 @@ KINDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("llama", {"rope_parameters": LLAMA3}, {"num_kv_heads": 4, "own_lm_head": True, "draft": DRAFT}),
     ("qwen3", {}, {"taps": [3], "from_anchor": True}),
     ("gemma2", {}, {"own_lm_head": True}),
-    ("llama", {}, {"residual_feature": False, "init": "random"}),
 ]
 
 
@@ -270,8 +269,7 @@ def test_default_taps_are_the_outputs_of_layers_spread_over_the_target() -> None
         ({"block_size": 1}, "head.block_size=1 must be at least 2"),
         ({"num_layers": 0}, "head.num_layers=0 must be at least 1"),
         ({"anchors": 0}, "head.anchors=0 must be at least 1"),
-        ({"init": "zero"}, "head.init='zero' must be one of random, target, feature"),
-        ({"residual_feature": False}, "head.init=feature starts from head.residual_feature=true"),
+        ({"init": "zero"}, "head.init='zero' must be one of random, target"),
         ({"taps": [9]}, "head.taps=.9. must be distinct"),
     ],
 )

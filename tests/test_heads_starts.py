@@ -189,6 +189,29 @@ def test_target_start_of_eagle1_reads_as_the_last_layer_reads_at_the_scale_of_th
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2"])
+def test_target_start_of_a_block_reads_the_last_tap_as_the_targets_last_layer_does(family: str) -> None:
+    """With one layer and the tap before it: its values are the target's own, and its keys where those are normed."""
+    target = tiny_target(family, layers=5)
+    head, last = start("block", target, init="target", num_layers=1), any_module(target.layers[-1])
+    attention, taps = head.layers[0].self_attn, target.forward(tokens(1, 40), taps=head.taps).taps
+    assert taps is not None and head.taps[-1] == 4
+    g, normed = head.feature(taps, taps), last.input_layernorm(taps[:, :, -1])
+    positions = torch.arange(40)[None]
+    keys, values = attention.keys_values(g, *head.rotary(g, positions))
+    assert torch.allclose(values, attention.split(normed, last.self_attn.v_proj), atol=1e-5)
+    theirs = attention.split(normed, last.self_attn.k_proj)
+    if family == "qwen3":
+        theirs = rotate(last.self_attn.k_norm(theirs), *head.rotary(g, positions))
+        assert torch.allclose(keys, theirs, atol=1e-5)
+    else:
+        assert float(keys.pow(2).mean()) == pytest.approx(float(theirs.pow(2).mean()), rel=1e-4)
+    embeddings = target.embed(torch.arange(target.spec.vocab_size))
+    assert torch.allclose(head.mask_embedding, embeddings.mean(0), atol=1e-6)
+    assert torch.equal(head.layers[0].mlp.down_proj.weight, last.mlp.down_proj.weight)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("kind", ["mlp", "lstm"])
 def test_target_start_of_recurrent_heads_copies_the_lm_head(kind: str) -> None:
     target = tiny_target("llama", layers=5)
@@ -198,13 +221,13 @@ def test_target_start_of_recurrent_heads_copies_the_lm_head(kind: str) -> None:
     assert largest_gap(weights(copied.proj), weights(random.proj)) == 0.0
 
 
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "mtp", "mlp", "lstm"])
+@pytest.mark.parametrize("kind", ["block", "eagle1", "eagle3", "mtp", "mlp", "lstm"])
 def test_random_starts_read_nothing_of_the_target(kind: str) -> None:
     one, two = (start(kind, tiny_target("llama", layers=5, seed=seed), init="random") for seed in (0, 1))
     assert largest_gap(weights(one), weights(two)) == 0.0
 
 
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["block", "eagle1", "eagle3", "mtp"])
 def test_a_target_whose_layers_have_other_parts_is_refused(kind: str) -> None:
     target = tiny_target("llama", layers=5)
     del any_module(target.layers[-1]).mlp.gate_proj

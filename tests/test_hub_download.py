@@ -59,8 +59,7 @@ def test_published_heads_load_by_id_branch_and_commit(hub: HubServer, loaded: Lo
 
 
 def test_the_file_beside_a_block_heads_tensors_comes_along(hub: HubServer, tmp_path: Path, loaded: Loaded) -> None:
-    settings: dict[str, Any] = {"from_anchor": False, "residual_feature": False, "init": "random"}
-    head = tiny_head("block", loaded[0], wide=True, **settings)
+    head = tiny_head("block", loaded[0], wide=True)
     out = exported(tmp_path, loaded, head)
     hub.repos[REPO] = Repo()
     hub.repos[REPO].commit("main", {path.name: path.read_bytes() for path in out.iterdir()})

@@ -19,7 +19,7 @@ TINY_HEADS: dict[str, dict[str, Any]] = {
     "mtp": {"train_steps": STEPS},
     "mlp": {"num_heads": STEPS, "inner_size": 24},
     "lstm": {"num_heads": STEPS, "inner_size": 24},
-    "block": {"taps": [1, 2, 4], "block_size": STEPS},
+    "block": {"taps": [1, 2, 4], "block_size": STEPS + 1},
 }
 assert TINY_HEADS.keys() == HEADS.keys(), f"give every kind an entry: {sorted(HEADS.keys() ^ TINY_HEADS.keys())}"
 
@@ -37,9 +37,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("mlp", {"own_lm_head": False, "inner_size": None}),
     ("lstm", {"tie_embeddings": False, "scale_input": False}),
     ("lstm", {"own_lm_head": False}),
-    ("block", {"from_anchor": False, "block_size": STEPS + 1, "num_layers": 3, "num_kv_heads": 4}),
+    ("block", {"from_anchor": True, "block_size": STEPS, "num_layers": 3, "num_kv_heads": 4}),
     ("block", {"own_lm_head": True, "num_kv_heads": 1}),
-    ("block", {"residual_feature": False, "init": "random"}),
 ]
 
 

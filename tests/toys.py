@@ -44,9 +44,9 @@ def medusa(target: Target, std: float | None = None, draft: list[int] | None = N
 
 
 def block(target: Target, std: float | None = None, draft: list[int] | None = None, **settings: Any) -> Block:
-    """The paper's layout unless told: row 0 of a block of 4 predicts nothing."""
+    """Row 0 of a block of 4 predicts nothing, unless told."""
     draft_size = None if draft is None else len(draft)
-    options = {"taps": TAPS, "block_size": 4, "from_anchor": False, "draft_vocab_size": draft_size, **settings}
+    options = {"taps": TAPS, "block_size": 4, "draft_vocab_size": draft_size, **settings}
     config = BlockConfig(**options)
     head = Block(config, target.spec, None if draft is None else vocabulary(draft, target.spec.vocab_size))
     return spread(head, std).attach(target).eval()
