@@ -24,6 +24,8 @@ mlp=(head=mlp head.num_heads=4)
 lstm=(head=lstm head.num_heads=4)
 block=(head=block head.num_kv_heads=9 'head.taps=[2,8,15,21,27]')
 
+answers=../shared/data/answers/smollm2-135m-train-t07
+
 stage data experiment=compare/data
 
 head eagle3 "${eagle3[@]}"
@@ -53,6 +55,14 @@ stage data experiment=compare/data2
 twice=("dataset=$outputs/data/compare2" target.dtype=bfloat16 train.steps=1288 train.eval_every=644 train.save_every=644)
 head eagle3-2x "${eagle3[@]}" "${twice[@]}"
 head mlp-2x "${mlp[@]}" "${twice[@]}"
+
+# and on three times as many, of which as many as compare/data has are answers to our own questions
+stage data experiment=compare/more name=compare-more3 data.limit=1100
+stage data experiment=compare/data2 name=compare3 \
+  "data.source=[$answers.jsonl,$answers-more.jsonl,$outputs/data/compare-more3/train.jsonl]"
+thrice=("dataset=$outputs/data/compare3" target.dtype=bfloat16 train.steps=STEPS train.eval_every=STEPS train.save_every=STEPS)
+head eagle3-3x "${eagle3[@]}" "${thrice[@]}"
+head mlp-3x "${mlp[@]}" "${thrice[@]}"
 
 stage eval experiment=compare/eval
 stage eval experiment=compare/variants
