@@ -60,7 +60,7 @@ head mlp-2x "${mlp[@]}" "${twice[@]}"
 stage data experiment=compare/more name=compare-more3 data.limit=1100
 stage data experiment=compare/data2 name=compare3 \
   "data.source=[$answers.jsonl,$answers-more.jsonl,$outputs/data/compare-more3/train.jsonl]"
-thrice=("dataset=$outputs/data/compare3" target.dtype=bfloat16 train.steps=STEPS train.eval_every=STEPS train.save_every=STEPS)
+thrice=("dataset=$outputs/data/compare3" target.dtype=bfloat16 train.steps=1678 train.eval_every=839 train.save_every=839)
 head eagle3-3x "${eagle3[@]}" "${thrice[@]}"
 head mlp-3x "${mlp[@]}" "${thrice[@]}"
 
