@@ -48,6 +48,8 @@ head eagle1-target "${eagle1[@]}" head.init=target
 head mtp-target "${mtp[@]}" head.init=target
 head mlp-target "${mlp[@]}" head.init=target
 head lstm-target "${lstm[@]}" head.init=target
+head medusa-own "${medusa[@]}" head.shared_lm_head=false
+head medusa-own-random "${medusa[@]}" head.shared_lm_head=false head.init=random
 
 # the two leading heads on twice as many tokens
 stage data experiment=compare/more
