@@ -104,8 +104,10 @@ def block(head: Any, target: Any, ids: Tensor) -> None:
     for layer, source in zip(head.layers, sources, strict=True):
         _copy_layer(layer, source, target, offset=0)
         layer.input_layernorm.weight.copy_(_plain(_part(source, "input_layernorm"), target))
-    for layer, source in zip(head.layers, sources, strict=True):  # all fit: only now the target is run
-        _norm_queries_and_keys(layer.self_attn, source, target, ids)
+    first = target.spec.num_layers - len(head.layers)  # all fit: only now the target is run
+    entered = target.forward(ids, taps=range(first, target.spec.num_layers)).taps
+    for layer, source, inputs in zip(head.layers, sources, entered.unbind(2), strict=True):
+        _norm_queries_and_keys(layer.self_attn, source, target, inputs)
     head.hidden_norm.weight.copy_(head.layers[0].input_layernorm.weight)
     head.fc.weight.zero_()
     head.fc.weight[:, -H:].copy_(torch.eye(H))
@@ -143,9 +145,11 @@ def _norm_of(target: Any, name: str) -> Tensor:
     return _plain(_part(target.layers[-1], name), target)
 
 
-def _norm_queries_and_keys(attention: Any, source: Any, target: Any, ids: Tensor) -> None:
-    """The norms behind q and k: the target layer's own, or, where it has none, one scale that keeps their rms."""
-    inputs = target.forward(ids, taps=(list(target.layers).index(source),)).taps[:, :, 0]
+def _norm_queries_and_keys(attention: Any, source: Any, target: Any, inputs: Tensor) -> None:
+    """The norms behind q and k: the target layer's own, or, where it has none, one scale that keeps their rms.
+
+    inputs [1, T, H]: what enters the target's layer on some text.
+    """
     for name in ("q", "k"):
         own = getattr(attention, f"{name}_norm").weight
         if hasattr(source.self_attn, f"{name}_norm"):
